@@ -1,0 +1,1 @@
+"""The CPU platform that SGLang loads for SGLANG_PLATFORM=ssd_cpu."""

@@ -1,0 +1,1 @@
+"""Messages between target and drafter and the transports that carry them."""

@@ -1,0 +1,133 @@
+"""Every message between target and drafter, on one screen.
+
+Lengths count tokens of one request from the first prompt token. `committed_len` is the number of
+committed tokens, the bonus token included, so the bonus sits at position committed_len - 1 and drafts
+continue at position committed_len. A VerifyCommit carries all ids since the base that the drafter last
+acknowledged (the base_committed_len of a SpeculateReply row, or the length of the DraftSync), so a lost
+or late commit is repaired by the next one. Token ids travel as one int32 frame behind the header.
+
+A row is named by (rid, generation): the target bumps the generation whenever it opens a sequence for a
+rid, so anything that still speaks of an older opening is a no-op.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+SCHEMA_VERSION = 1
+
+Served = Literal["hit", "chain_hit", "jit", "sync", "none", "full", "context", "unknown"]
+"""How a reply row came about.
+
+hit: a drafted branch was the outcome. chain_hit: fewer drafts than sent were verified and the bonus is
+the chain's own next token. jit: drafted after a miss. sync: `mode="sync"`. Rows without drafts: none (a
+miss under backup "none", or the prompt is not prefilled yet), full (no slot or table row), context
+(past the drafter's context), unknown (no such sequence: the target must send DraftSync again).
+"""
+
+
+class DraftRule(msgspec.Struct, frozen=True):
+    """How the target will choose tokens of one request, so that the drafter can choose likewise."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = -1  # -1 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64-bit, keys the shared noise
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of a target: what it is about to serve. Answered by Welcome or Refusal."""
+
+    schema_version: int
+    target_id: str  # unique per server, names the peer in logs
+    num_steps: int
+    vocab_size: int  # rows of the target's lm_head
+    context_len: int
+    token_map_blocks: list[str]  # sha256 of the token strings of ids [1024 * i, 1024 * (i + 1))
+    allow_padded_vocab: bool
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    schema_version: int
+    drafter_pid: int
+    vocab_size: int
+    context_len: int
+    max_sequences: int
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """Why the drafter will not serve this target; block_tokens are its own tokens of the first differing block."""
+
+    reasons: list[str]
+    block_index: int = -1
+    block_tokens: list[str] = []
+
+
+class DraftSync(msgspec.Struct, frozen=True, tag="sync"):
+    """Open a sequence. Frame 0: all committed ids so far, int32[committed_len]."""
+
+    rid: str
+    generation: int
+    committed_len: int
+    rule: DraftRule
+
+
+class VerifyCommit(msgspec.Struct, frozen=True, tag="commit"):
+    """One round's outcomes for the whole batch. Frame 0: the rows' new ids, int32[sum(num_tokens)]."""
+
+    round_id: int
+    rids: list[str]
+    generations: list[int]
+    base_committed_lens: list[int]  # ids of row i start at this length
+    num_verified_drafts: list[int]  # how many drafts this round's verify looked at (n of design section 3)
+    num_tokens: list[int]
+
+
+class DraftClose(msgspec.Struct, frozen=True, tag="close"):
+    """Free the sequences. With close_all: every sequence of this target."""
+
+    rids: list[str]
+    generations: list[int]
+    close_all: bool = False
+
+
+class SpeculateReply(msgspec.Struct, frozen=True, tag="reply"):
+    """Drafts for rows of one or more commits. Frame 0: draft ids, int32[sum(num_drafts)].
+
+    One commit may be answered by several replies: hits at once, missed rows when they are drafted.
+    """
+
+    round_id: int
+    rids: list[str]
+    generations: list[int]
+    base_committed_lens: list[int]  # drafts of row i continue a sequence of this length; also the acknowledgement
+    num_drafts: list[int]
+    served: list[Served]
+    bonus_ranks: list[int]  # rank of the bonus among the guesses of its position; -1 if it was not guessed
+
+
+class StatusRequest(msgspec.Struct, frozen=True, tag="status?"):
+    pass
+
+
+class DrafterStatus(msgspec.Struct, frozen=True, tag="status"):
+    """Counters since start, for tests, metrics and the benchmark."""
+
+    live_sequences: int
+    free_slots: int
+    total_slots: int
+    branch_steps: int
+    jit_steps: int
+    prefill_tokens: int
+    hits: int
+    misses: int
+    stale_commits: int
+    protocol_errors: int
+    drafting_seconds: float  # wall time inside drafter forwards
+
+
+ToDrafter = Hello | DraftSync | VerifyCommit | DraftClose | StatusRequest
+ToTarget = Welcome | Refusal | SpeculateReply | DrafterStatus
