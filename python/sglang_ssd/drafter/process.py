@@ -1,0 +1,203 @@
+"""The drafter process as its starter sees it: what it is told, how it is started, watched and stopped.
+
+The target's TP rank 0 calls start_drafter before its own weights load and goes on at once; whether the
+drafter is ready is learnt from the Hello/Welcome handshake alone. Everything the process is told is on
+its command line (so that `ps` shows it and a hand-started one is the same) and in SGLANG_SSD_CONFIG.
+
+The drafter never outlives its parent: it asks the kernel for SIGKILL at the parent's death (the call
+must come from a thread that lives as long as the server) and watches the parent's pid as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from pathlib import Path
+from typing import IO, Protocol
+
+import msgspec
+
+from sglang_ssd.config import CONFIG_ENV, SsdConfig
+
+logger = logging.getLogger(__name__)
+
+_LOG_TAIL_LINES = 30
+_REASON_LINES = 8
+_SOCKET_DIR_PREFIX = "sglang-ssd-"
+
+
+class DrafterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One drafter process. Fields are its command-line flags (--model-path, ...), same names."""
+
+    model_path: str
+    revision: str | None = None
+    load_format: str = "auto"
+    quantization: str | None = None
+    trust_remote_code: bool = False
+
+    endpoint: str | None = None
+    """None: start_drafter makes a fresh ipc:// endpoint in a directory of its own."""
+    device: str = "auto"
+    dtype: str = "auto"
+    max_total_tokens: int | None = None
+    max_sequences: int | None = None
+    mem_fraction: float = 0.8
+    context_length: int | None = None
+    cores: str = "auto"
+    """CPU cores as "0-3,8", or "auto" for every core the machine lends us."""
+    gpu_id: int = 0
+    parent_pid: int | None = None
+    """The drafter exits when this process is gone; None for one started by hand."""
+
+
+class DraftFlags(Protocol):
+    """The fields of SGLang's ServerArgs that speak of the draft model."""
+
+    speculative_draft_model_path: str | None
+    speculative_draft_model_revision: str | None
+    speculative_draft_load_format: str | None
+    speculative_draft_model_quantization: str | None
+    trust_remote_code: bool
+
+
+def settings_for_target(
+    flags: DraftFlags, config: SsdConfig, *, cores: str = "auto", gpu_id: int = 0
+) -> DrafterSettings:
+    """Settings of the drafter that serves a target started with these flags."""
+    if flags.speculative_draft_model_path is None:
+        raise ValueError("--speculative-draft-model-path: got none, SSD needs a draft model")
+    return DrafterSettings(
+        model_path=flags.speculative_draft_model_path,
+        revision=flags.speculative_draft_model_revision,
+        load_format=flags.speculative_draft_load_format or "auto",
+        quantization=flags.speculative_draft_model_quantization,
+        trust_remote_code=flags.trust_remote_code,
+        endpoint=config.endpoint,
+        device=config.drafter_device,
+        dtype=config.drafter_dtype,
+        max_total_tokens=config.drafter_max_total_tokens,
+        max_sequences=config.drafter_max_sequences,
+        mem_fraction=config.drafter_mem_fraction,
+        context_length=config.drafter_context_length,
+        cores=cores,
+        gpu_id=gpu_id,
+    )
+
+
+def to_argv(settings: DrafterSettings) -> list[str]:
+    """The command line that says the same; absent flags stand for the defaults."""
+    argv: list[str] = []
+    for name, value in msgspec.structs.asdict(settings).items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            argv.append(flag)
+        elif value is not None and value is not False:
+            argv += [flag, str(value)]
+    return argv
+
+
+class DrafterHandle:
+    """A running drafter child: its log, its life."""
+
+    def __init__(
+        self, process: subprocess.Popen[str], *, endpoint: str, socket_dir: str | None
+    ) -> None:
+        self.endpoint = endpoint
+        self.pid = process.pid
+        self._process = process
+        self._socket_dir = socket_dir
+        self._tail: deque[str] = deque(maxlen=_LOG_TAIL_LINES)
+        assert process.stdout is not None, "the child's output is piped"
+        self._reader = threading.Thread(
+            target=self._relay_log, args=(process.stdout,), name="drafter-log", daemon=True
+        )
+        self._reader.start()
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def exit_reason(self) -> str | None:
+        """None while it lives; afterwards how it ended and the last lines it logged."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        self._reader.join(timeout=1.0)
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        lines = list(self._tail)[-_REASON_LINES:]
+        return f"the drafter process {self.pid} ended with {how}: " + "\n".join(lines)
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End it (politely, then not) and remove its socket; harmless when it is gone already."""
+        if self.alive():
+            self._process.terminate()
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._socket_dir is not None:
+            shutil.rmtree(self._socket_dir, ignore_errors=True)
+
+    def _relay_log(self, stream: IO[str]) -> None:
+        for line in stream:
+            self._tail.append(line.rstrip("\n"))
+            sys.stderr.write(f"[drafter] {line}")
+            sys.stderr.flush()
+
+
+def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle:
+    """Start the process and return at once; call from a thread that lives as long as the server."""
+    socket_dir = None
+    endpoint = settings.endpoint
+    if endpoint is None:
+        _sweep_socket_dirs()
+        socket_dir = tempfile.mkdtemp(prefix=f"{_SOCKET_DIR_PREFIX}{os.getpid()}-")
+        endpoint = f"ipc://{socket_dir}/drafter"
+    told = msgspec.structs.replace(settings, endpoint=endpoint, parent_pid=os.getpid())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sglang_ssd.drafter", *to_argv(told)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=_child_environment(config),
+        # Ctrl-C in a terminal reaches the server, which ends us; a second SIGINT here only adds noise.
+        start_new_session=True,
+    )
+    logger.info("SSD drafter %d starts: %s", process.pid, told)
+    return DrafterHandle(process, endpoint=endpoint, socket_dir=socket_dir)
+
+
+def _child_environment(config: SsdConfig) -> dict[str, str]:
+    """Ours, without what binds the target's ranks to its cores and devices of its own."""
+    env = dict(os.environ)
+    env[CONFIG_ENV] = msgspec.json.encode(config).decode()
+    env["PYTHONUNBUFFERED"] = "1"
+    for name in ("SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY"):
+        env.pop(name, None)
+    return env
+
+
+def _sweep_socket_dirs() -> None:
+    """Remove socket directories of servers that were killed and could not do it themselves."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_SOCKET_DIR_PREFIX}[0-9]*-*"):
+        pid = path.name.removeprefix(_SOCKET_DIR_PREFIX).split("-", 1)[0]
+        if pid.isdecimal() and not process_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)  # refuses what is another user's
+
+
+def process_exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
