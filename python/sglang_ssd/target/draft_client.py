@@ -1,0 +1,321 @@
+"""The target's view of the drafter: live sequences, commits out, drafts in. Owned by TP rank 0.
+
+It sits at both ends of a round: `collect` waits, never past the deadline, for the drafts of this round
+and `commit` reports how the round ended. Nothing the drafter sends can do more than fail to speculate:
+a reply row counts only if it continues exactly the committed ids of the live opening of its request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from sglang_ssd.trace import Tracer
+from sglang_ssd.wire.frames import check_token_ids
+from sglang_ssd.wire.messages import (
+    DraftClose,
+    DraftRule,
+    DraftSync,
+    Served,
+    SpeculateReply,
+    ToTarget,
+    VerifyCommit,
+)
+from sglang_ssd.wire.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+_MAX_SKIPPED_ROUNDS = 64
+_HOPELESS: frozenset[Served] = frozenset({"full", "context"})
+
+
+class DraftSequence:
+    """One request that the drafter mirrors."""
+
+    __slots__ = ("acked_len", "drafts", "generation", "reply_len", "rid", "rule", "served", "tokens")
+
+    def __init__(self, *, rid: str, generation: int, rule: DraftRule, tokens: array[int]) -> None:
+        self.rid = rid
+        self.generation = generation
+        self.rule = rule
+        self.tokens = tokens  # all committed ids, the bonus included
+        self.acked_len = len(tokens)
+        self.reply_len = -1  # committed length that `drafts` continue
+        self.drafts: list[int] = []
+        self.served: Served = "none"
+
+
+class ClientStats(msgspec.Struct):
+    """Counts since start. rows of a round = on_time + late + plain; on_time = sum(served)."""
+
+    rounds: int = 0
+    rows: int = 0
+    on_time_rows: int = 0
+    drafted_rows: int = 0
+    late_rows: int = 0
+    plain_rows: int = 0
+    correct_drafts: int = 0
+    reply_wait_seconds: float = 0.0
+    waits: int = 0
+    missed_deadlines: int = 0
+    stale_replies: int = 0
+    bad_replies: int = 0
+    resyncs: int = 0
+    degraded: bool = False
+    served: dict[str, int] = msgspec.field(default_factory=dict)
+    served_correct: dict[str, int] = msgspec.field(default_factory=dict)
+    bonus_rank: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class DraftClient:
+    """Sequences by request id, and the wait for their drafts."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        num_steps: int,
+        vocab_size: int,
+        reply_deadline_s: float,
+        drafter_alive: Callable[[], bool],
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._transport = transport
+        self._num_steps = num_steps
+        self._vocab_size = vocab_size
+        self._reply_deadline_s = reply_deadline_s
+        self._drafter_alive = drafter_alive
+        self._tracer = tracer or Tracer(None, "")
+        self._sequences: dict[str, DraftSequence] = {}
+        self._next_generation = 1
+        self._strikes = 0
+        self._skip_rounds = 0
+        self._warned = False
+        self._dead = False
+        self.stats = ClientStats()
+
+    @property
+    def num_live(self) -> int:
+        return len(self._sequences)
+
+    def is_live(self, rid: str) -> bool:
+        return rid in self._sequences
+
+    def open(self, *, rid: str, tokens: Sequence[int], rule: DraftRule) -> None:
+        """Start mirroring a request whose ids so far are `tokens`; replaces an older opening."""
+        if self._is_dead():
+            return
+        self.close(rid)
+        self._sync(rid=rid, tokens=array("i", tokens), rule=rule)
+
+    def commit(
+        self, *, rids: Sequence[str], new_tokens: Sequence[list[int]], num_verified: Sequence[int]
+    ) -> None:
+        """Report this round's outcomes; rows that are not mirrored are passed over.
+
+        new_tokens: the accepted ids of each row, bonus last. num_verified: drafts its verify looked at.
+        """
+        live: list[DraftSequence] = []
+        verified: list[int] = []
+        for rid, tokens, num in zip(rids, new_tokens, num_verified, strict=True):
+            sequence = self._sequences.get(rid)
+            if sequence is None or not tokens:
+                continue
+            sequence.tokens.extend(tokens)
+            live.append(sequence)
+            verified.append(num)
+        if live:
+            self._send_commit(live, verified)
+
+    def collect(self, rids: Sequence[str]) -> list[list[int]]:
+        """Drafts per row for its committed ids, [] where there are none in time or at all."""
+        self.stats.rounds += 1
+        self.stats.rows += len(rids)
+        rows = [self._sequences.get(rid) for rid in rids]
+        mirrored = [row for row in rows if row is not None]
+        if mirrored:
+            self._wait_for(mirrored)
+        return [self._take_drafts(row) for row in rows]
+
+    def close(self, rid: str) -> None:
+        """Forget a request on both sides; harmless if it is not mirrored."""
+        sequence = self._sequences.pop(rid, None)
+        if sequence is not None:
+            self._send(DraftClose(rids=[rid], generations=[sequence.generation]))
+
+    def close_all(self) -> None:
+        """The server is idle: the drafter must hold nothing of ours."""
+        self._sequences.clear()
+        self._send(DraftClose(rids=[], generations=[], close_all=True))
+
+    def note_correct_drafts(self, rids: Sequence[str], num_correct: Sequence[int]) -> None:
+        """Count how the drafts of the round fared, by how they were served."""
+        for rid, num in zip(rids, num_correct, strict=True):
+            self.stats.correct_drafts += num
+            sequence = self._sequences.get(rid)
+            if sequence is not None and sequence.reply_len == len(sequence.tokens):
+                counts = self.stats.served_correct
+                counts[sequence.served] = counts.get(sequence.served, 0) + num
+
+    def stop(self) -> None:
+        self._transport.close()
+
+    def _sync(self, *, rid: str, tokens: array[int], rule: DraftRule) -> None:
+        sequence = DraftSequence(
+            rid=rid, generation=self._next_generation, rule=rule, tokens=tokens
+        )
+        self._next_generation += 1
+        self._sequences[rid] = sequence
+        message = DraftSync(
+            rid=rid,
+            generation=sequence.generation,
+            committed_len=len(tokens),
+            rule=rule,
+        )
+        self._send(message, tokens)
+
+    def _send_commit(self, live: list[DraftSequence], num_verified: list[int]) -> None:
+        ids = array("i")
+        for sequence in live:
+            ids.extend(sequence.tokens[sequence.acked_len :])
+        self._send(
+            VerifyCommit(
+                round_id=self.stats.rounds,
+                rids=[s.rid for s in live],
+                generations=[s.generation for s in live],
+                base_committed_lens=[s.acked_len for s in live],
+                num_verified_drafts=num_verified,
+                num_tokens=[len(s.tokens) - s.acked_len for s in live],
+            ),
+            ids,
+        )
+
+    def _send(self, message: DraftSync | VerifyCommit | DraftClose, ids: array[int] | None = None) -> None:
+        if not self._is_dead():
+            self._transport.send(message, [] if ids is None else [ids])
+
+    def _wait_for(self, rows: list[DraftSequence]) -> None:
+        start = time.monotonic_ns()
+        deadline = time.monotonic() + self._patience()
+        while True:
+            waiting = any(row.reply_len != len(row.tokens) and self._is_current(row) for row in rows)
+            timeout = max(0.0, deadline - time.monotonic()) if waiting else 0.0
+            received = self._transport.receive(timeout)
+            for message, ids in received:
+                self._handle(message, ids)
+            if not received and (not waiting or time.monotonic() >= deadline):
+                break
+            if not waiting:
+                break
+        self._note_wait(rows, deadline, start)
+
+    def _patience(self) -> float:
+        """How long this round may wait: the deadline, or nothing while the drafter does not keep up."""
+        if self._is_dead():
+            return 0.0
+        if self._skip_rounds > 0:
+            self._skip_rounds -= 1
+            return 0.0
+        return self._reply_deadline_s
+
+    def _note_wait(self, rows: list[DraftSequence], deadline: float, start: int) -> None:
+        end = time.monotonic_ns()
+        self._tracer.add("wait for drafts", start, end, rows=len(rows))
+        self.stats.waits += 1
+        self.stats.reply_wait_seconds += (end - start) / 1e9
+        late = [r for r in rows if r.reply_len != len(r.tokens) and self._is_current(r)]
+        if not late:
+            if rows and not self._dead:
+                self._strikes = self._skip_rounds = 0
+                self.stats.degraded = False
+            return
+        if self._skip_rounds == 0 and time.monotonic() >= deadline and not self._dead:
+            self._strikes += 1
+            self._skip_rounds = min(2**self._strikes, _MAX_SKIPPED_ROUNDS)
+            self.stats.missed_deadlines += 1
+            self._warn(f"no drafts within {self._reply_deadline_s * 1000:g} ms")
+
+    def _warn(self, reason: str) -> None:
+        self.stats.degraded = True
+        if not self._warned:
+            self._warned = True
+            logger.warning("SSD drafter: %s; affected requests decode plainly meanwhile.", reason)
+
+    def _is_current(self, row: DraftSequence) -> bool:
+        return self._sequences.get(row.rid) is row
+
+    def _is_dead(self) -> bool:
+        if not self._dead and not self._drafter_alive():
+            self._dead = True
+            self._sequences.clear()
+            self._warn("the drafter process has ended")
+        return self._dead
+
+    def _take_drafts(self, row: DraftSequence | None) -> list[int]:
+        if row is None or not self._is_current(row):
+            self.stats.plain_rows += 1
+            return []
+        if row.reply_len != len(row.tokens):
+            self.stats.late_rows += 1
+            return []
+        self.stats.on_time_rows += 1
+        self.stats.drafted_rows += bool(row.drafts)
+        self.stats.served[row.served] = self.stats.served.get(row.served, 0) + 1
+        return row.drafts
+
+    def _handle(self, message: ToTarget, ids: list[int]) -> None:
+        if not isinstance(message, SpeculateReply):
+            return
+        self._skip_rounds = 0  # it lives: the next round may wait again
+        start = 0
+        for index, rid in enumerate(message.rids):
+            end = start + message.num_drafts[index]
+            self._handle_row(message, index, rid, ids[start:end])
+            start = end
+
+    def _handle_row(
+        self, message: SpeculateReply, index: int, rid: str, drafts: list[int]
+    ) -> None:
+        sequence = self._sequences.get(rid)
+        if sequence is None or sequence.generation != message.generations[index]:
+            self.stats.stale_replies += 1
+            return
+        served = message.served[index]
+        if served == "unknown":
+            self.stats.resyncs += 1
+            self._sync(rid=rid, tokens=sequence.tokens, rule=sequence.rule)
+            return
+        if served in _HOPELESS:
+            self.close(rid)
+            return
+        base = message.base_committed_lens[index]
+        if base != len(sequence.tokens):
+            sequence.acked_len = max(sequence.acked_len, min(base, len(sequence.tokens)))
+            self.stats.stale_replies += 1
+            return
+        if len(drafts) > self._num_steps or not check_token_ids(drafts, self._vocab_size):
+            self.stats.bad_replies += 1
+            drafts = []
+        sequence.acked_len = base
+        sequence.reply_len = base
+        sequence.drafts = drafts
+        sequence.served = served
+        rank = str(message.bonus_ranks[index])
+        self.stats.bonus_rank[rank] = self.stats.bonus_rank.get(rank, 0) + 1
+
+
+def summarize(stats: ClientStats) -> dict[str, object]:
+    """The counters with the rates that people read, as plain JSON types."""
+    served = Counter(stats.served)
+    hits = served["hit"] + served["chain_hit"]
+    misses = served["jit"] + served["none"]
+    return {
+        **msgspec.to_builtins(stats),
+        "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
+        "on_time_rate": stats.on_time_rows / max(1, stats.on_time_rows + stats.late_rows),
+    }

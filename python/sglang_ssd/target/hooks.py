@@ -1,0 +1,127 @@
+"""The places of SGLang's scheduler and tokenizer that SSD listens to, besides the worker itself.
+
+Each hook names the SGLang function it is registered on. One scheduler process serves one target, so the
+drafter's handle and client of that process live here, between the hook that starts the drafter (before the
+target's weights load) and the worker that connects to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import logging
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_parallel, get_spec
+
+from sglang_ssd.config import SsdConfig, load_config
+from sglang_ssd.core.shared_noise import next_copy_seed
+from sglang_ssd.drafter.process import DrafterHandle, start_drafter
+from sglang_ssd.target.draft_client import DraftClient, summarize
+from sglang_ssd.target.handshake import connect
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_ssd.trace import Tracer
+
+logger = logging.getLogger(__name__)
+
+ALGORITHM = "SSD"
+
+_drafter: DrafterHandle | None = None
+_client: DraftClient | None = None
+
+
+def register_hooks() -> None:
+    """Register every hook of this module; called once per process by the plugin."""
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    state = "sglang.srt.managers.scheduler_components.internal_state"
+    before, after = HookType.BEFORE, HookType.AFTER
+    HookRegistry.register(f"{scheduler}.init_tp_model_worker", start_before_target_loads, before)
+    HookRegistry.register(f"{scheduler}.on_idle", close_when_idle, after)
+    HookRegistry.register(
+        "sglang.srt.mem_cache.common.release_kv_cache", close_released_request, after
+    )
+    HookRegistry.register(f"{tokenizer}._send_one_request", seed_parallel_samples, before)
+    HookRegistry.register(
+        f"{state}.SchedulerInternalStateController._add_speculative", add_ssd_state, after
+    )
+
+
+def start_before_target_loads(scheduler: Scheduler) -> None:
+    """Rank 0 starts its drafter, so that both models load at the same time."""
+    global _drafter
+    if get_spec().speculative_algorithm != ALGORITHM or get_parallel().tp_rank != 0:
+        return
+    config = load_config()
+    if config.mode == "off" or config.endpoint is not None:
+        return
+    _drafter = start_drafter(server_args=scheduler.server_args, config=config)
+    atexit.register(_drafter.stop)
+
+
+def connect_client(
+    *,
+    server_args: Any,
+    config: SsdConfig,
+    model_config: Any,
+    tokenizer: Any,
+    num_steps: int,
+    tracer: Tracer,
+) -> DraftClient | None:
+    """The client of this process's drafter, handshake done; None with drafts off.
+
+    Raises RuntimeError with the drafter's reason if it does not come up within start_timeout_s.
+    """
+    global _client
+    if config.mode == "off":
+        return None
+    _client = connect(
+        drafter=_drafter,
+        config=config,
+        vocab_size=model_config.vocab_size,
+        context_len=model_config.context_len,
+        tokenizer=tokenizer,
+        num_steps=num_steps,
+        tracer=tracer,
+    )
+    return _client
+
+
+def close_when_idle(result: None, scheduler: Scheduler) -> None:
+    """on_idle polls while the server has no batch; a server that is wholly idle mirrors nothing."""
+    if _client is not None and _client.num_live and scheduler.is_fully_idle():
+        _client.close_all()
+
+
+def close_released_request(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
+    """Finish, abort, retraction and preemption all release the request's KV."""
+    if _client is not None:
+        _client.close(req.rid)
+
+
+def seed_parallel_samples(manager: Any, tokenized_obj: Any) -> None:
+    """Give each copy of a seeded n > 1 request a seed of its own; the first keeps the request's.
+
+    The copies share one sampling_params object and pass here one after the other, so that object carries
+    the seed of the next copy. The max_new_tokens=0 request that warms the prefix cache has its own.
+    """
+    shared = tokenized_obj.sampling_params
+    if shared is None or shared.n <= 1 or shared.sampling_seed is None:
+        return
+    tokenized_obj.sampling_params = copy.copy(shared)
+    shared.sampling_seed = next_copy_seed(shared.sampling_seed)
+
+
+def add_ssd_state(result: None, controller: Any, state: dict[str, Any]) -> None:
+    """/server_info and Engine.get_server_info() show the drafter's state under "ssd"."""
+    if _client is None:
+        return
+    state["ssd"] = {
+        **summarize(_client.stats),
+        "live_sequences": _client.num_live,
+        "drafter_pid": _drafter.pid if _drafter is not None else None,
+        "drafter_alive": _drafter.alive() if _drafter is not None else None,
+    }

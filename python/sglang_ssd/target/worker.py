@@ -1,0 +1,289 @@
+"""The target's speculative worker: one round of speculative speculative decoding, seen from the target.
+
+`forward_batch_generation` is the round. It follows SGLang's spec-V2 worker contract (speculative/
+base_spec_worker.py): state between rounds travels in the result alone, because the scheduler undoes every
+change to the batch. Only TP rank 0 has a DraftClient; it broadcasts the drafts once a round, after all
+waits, so the ranks cannot diverge. The drafter hears of an outcome before the scheduler processes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.runtime_context import get_device, get_parallel, get_spec
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from sglang_ssd.config import load_config
+from sglang_ssd.core.acceptance import accept_chain
+from sglang_ssd.core.shared_noise import request_seed
+from sglang_ssd.target import hooks
+from sglang_ssd.target.draft_client import DraftClient
+from sglang_ssd.target.plain_decode import needs_plain_decode
+from sglang_ssd.target.verify import (
+    CoupledSampler,
+    SSDDraftInput,
+    SSDVerifyInput,
+    build_verify_tokens,
+    choose_target_tokens,
+)
+from sglang_ssd.trace import Tracer
+from sglang_ssd.wire.messages import DraftRule
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.server_args import ServerArgs
+
+Publish = Callable[[torch.Tensor], None]
+
+
+class Drafts:
+    """The drafts of one round, equal on every rank."""
+
+    __slots__ = ("num_drafts", "tokens", "width")
+
+    def __init__(self, *, num_drafts: torch.Tensor, tokens: torch.Tensor, width: int) -> None:
+        self.num_drafts = num_drafts  # [B] int64
+        self.tokens = tokens  # [B, K] int64
+        self.width = width  # verify width W = 1 + max(num_drafts)
+
+
+class SSDWorker(BaseSpecWorker):
+    """Verifies the drafter's chains on SGLang's target worker."""
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        gpu_id: int,
+        nccl_port: int,
+        target_worker: TpModelWorker,
+    ) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self._config = load_config()
+        self._device = get_device().device
+        self._num_steps: int = get_spec().speculative_num_steps
+        self._tp_group = get_parallel().tp_group
+        self._is_first_rank = self._tp_group.rank_in_group == 0
+        self._tracer = Tracer(self._config.trace if self._is_first_rank else None, "target")
+        self._sampler = CoupledSampler()
+        target_worker.model_runner.sampler = self._sampler
+        self._client: DraftClient | None = None
+        if self._is_first_rank:
+            self._client = hooks.connect_client(
+                server_args=server_args,
+                config=self._config,
+                model_config=target_worker.model_config,
+                tokenizer=target_worker.tokenizer,
+                num_steps=self._num_steps,
+                tracer=self._tracer,
+            )
+
+    @property
+    def draft_worker(self) -> None:
+        """No draft model lives in this process, so SGLang's draft pool, graph and weight hooks are no-ops."""
+        return None
+
+    def clear_cache_pool(self) -> None:
+        """SGLang's /flush_cache: the drafter's sequences go with the target's."""
+        if self._client is not None:
+            self._client.close_all()
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Publish | None = None,
+        pp_proxy_tensors: None = None,
+    ) -> GenerationBatchResult:
+        """One prefill chunk, or one round: drafts in, verify, accept, outcome out."""
+        if batch.forward_mode.is_extend() or batch.forward_mode.is_idle():
+            return self._prefill(batch, on_publish)
+        drafts = self._collect_drafts(batch)
+        verify = self._prepare_verify(batch, drafts)
+        with self._tracer.span("verify", rows=len(batch.reqs), width=drafts.width):
+            result = self._target_worker.forward_batch_generation(batch, is_verify=True)
+        with self._tracer.span("accept"):
+            target_tokens = self._choose(batch, verify, result)
+            num_correct, accept_lens = accept_chain(
+                drafts.tokens[:, : drafts.width - 1], target_tokens, drafts.num_drafts
+            )
+            self._fill_result(batch, result, target_tokens, accept_lens, on_publish)
+            self._commit(batch, drafts, target_tokens, num_correct)
+        batch.forward_mode = ForwardMode.DECODE
+        return result
+
+    def _prefill(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
+        """A prefill chunk; the drafter hears of the prompt first, so that both prefill at once."""
+        if self._client is not None:
+            self._open_sequences(self._client, batch.reqs)
+        self._sampler.seeds = self._seeds(batch)
+        with self._tracer.span("prefill", tokens=batch.extend_num_tokens or 0):
+            result = self._target_worker.forward_batch_generation(batch)
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        result.next_draft_input = SSDDraftInput(bonus_tokens=result.next_token_ids.to(torch.int64))
+        result.accept_lens = torch.ones(
+            len(batch.reqs), dtype=torch.int32, device=self._device
+        )
+        result.new_seq_lens = batch.seq_lens
+        result.speculative_num_draft_tokens = self._num_steps + 1
+        if self._client is not None:
+            self._commit_first_tokens(self._client, batch.reqs, result.next_token_ids)
+        return result
+
+    def _open_sequences(self, client: DraftClient, reqs: list[Req]) -> None:
+        for req in reqs:
+            if client.is_live(req.rid) or not self._speculates(req):
+                continue
+            client.open(rid=req.rid, tokens=req.full_untruncated_fill_ids, rule=self._rule(req))
+
+    def _speculates(self, req: Req) -> bool:
+        """Whether drafts could ever serve this request: not for scoring, health checks or aborts."""
+        max_new_tokens = req.sampling_params.max_new_tokens
+        num_left = None if max_new_tokens is None else max_new_tokens - len(req.output_ids)
+        ends_here = num_left is not None and num_left <= 1
+        return not (ends_here or req.to_finish or needs_plain_decode(req))
+
+    def _commit_first_tokens(
+        self, client: DraftClient, reqs: list[Req], next_token_ids: torch.Tensor
+    ) -> None:
+        """Report the first token of rows whose prompt ended in this chunk; a middle chunk's token is junk."""
+        done = [
+            (req.rid, token)
+            for req, token in zip(reqs, next_token_ids.tolist(), strict=True)
+            if req.extend_end == len(req.full_untruncated_fill_ids)
+        ]
+        client.commit(
+            rids=[rid for rid, _ in done],
+            new_tokens=[[token] for _, token in done],
+            num_verified=[0] * len(done),
+        )
+
+    def _collect_drafts(self, batch: ScheduleBatch) -> Drafts:
+        """This round's drafts: rank 0 waits for them within the deadline, then all ranks hear them."""
+        packed = torch.zeros((len(batch.reqs), self._num_steps + 1), dtype=torch.int64)
+        if self._client is not None:
+            rows = self._client.collect([req.rid for req in batch.reqs])
+            for index, drafts in enumerate(rows):
+                packed[index, 0] = len(drafts)
+                if drafts:
+                    packed[index, 1 : len(drafts) + 1] = torch.tensor(drafts)
+        packed = packed.to(self._device)
+        if self._tp_group.world_size > 1:
+            packed = self._tp_group.broadcast(packed, src=0)
+        return Drafts(
+            num_drafts=packed[:, 0], tokens=packed[:, 1:], width=1 + int(packed[:, 0].max())
+        )
+
+    def _prepare_verify(self, batch: ScheduleBatch, drafts: Drafts) -> SSDVerifyInput:
+        """Turn the decode batch into a verify of width W whose KV goes behind the committed prefix."""
+        tokens = build_verify_tokens(
+            batch.spec_info.bonus_tokens.to(torch.int64),
+            drafts.tokens,
+            drafts.num_drafts,
+            drafts.width,
+        )
+        places = batch.seq_lens[:, None] + torch.arange(drafts.width, device=self._device)
+        rows = batch.req_to_token_pool.req_to_token[batch.req_pool_indices[:, None], places]
+        verify = SSDVerifyInput(
+            verify_tokens=tokens,
+            positions=places.reshape(-1).to(torch.int64),
+            capture_hidden_mode=(
+                CaptureHiddenMode.FULL if batch.return_hidden_states else CaptureHiddenMode.NULL
+            ),
+        )
+        batch.spec_info = verify
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        batch.input_ids = tokens.reshape(-1)
+        batch.out_cache_loc = rows.reshape(-1).to(torch.int64)
+        return verify
+
+    def _choose(
+        self, batch: ScheduleBatch, verify: SSDVerifyInput, result: GenerationBatchResult
+    ) -> torch.Tensor:
+        """The target's own tokens [B, W] int64, the same on every rank."""
+        target_tokens = choose_target_tokens(
+            result.logits_output.next_token_logits,
+            batch=batch,
+            verify_tokens=verify.verify_tokens,
+            seeds=self._seeds(batch),
+            positions=verify.positions,
+        )
+        if self._tp_group.world_size > 1:
+            target_tokens = self._tp_group.broadcast(target_tokens.contiguous(), src=0)
+        return target_tokens
+
+    def _fill_result(
+        self,
+        batch: ScheduleBatch,
+        result: GenerationBatchResult,
+        target_tokens: torch.Tensor,  # [B, W] int64
+        accept_lens: torch.Tensor,  # [B] int32
+        on_publish: Publish | None,
+    ) -> None:
+        width = target_tokens.shape[1]
+        flat = target_tokens.reshape(-1)
+        if batch.return_logprob:
+            compute_spec_logprobs(batch, result.logits_output, flat, chain_stride=width)
+        new_seq_lens = batch.seq_lens + accept_lens
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        last = (accept_lens - 1).to(torch.int64)[:, None]
+        result.next_token_ids = flat.to(torch.int32)
+        result.accept_lens = accept_lens
+        result.new_seq_lens = new_seq_lens
+        result.next_draft_input = SSDDraftInput(
+            bonus_tokens=target_tokens.gather(1, last).squeeze(1)
+        )
+        result.speculative_num_draft_tokens = self._num_steps + 1
+        result.speculative_output_stride = width
+
+    def _commit(
+        self,
+        batch: ScheduleBatch,
+        drafts: Drafts,
+        target_tokens: torch.Tensor,
+        num_correct: torch.Tensor,
+    ) -> None:
+        """Tell the drafter how the round ended: the round's one device-to-host sync, on rank 0."""
+        if self._client is None:
+            return
+        rids = [req.rid for req in batch.reqs]
+        correct: list[int] = num_correct.tolist()
+        tokens: list[list[int]] = target_tokens.tolist()
+        self._client.note_correct_drafts(rids, correct)
+        self._client.commit(
+            rids=rids,
+            new_tokens=[row[: k + 1] for row, k in zip(tokens, correct, strict=True)],
+            num_verified=drafts.num_drafts.tolist(),
+        )
+
+    def _seeds(self, batch: ScheduleBatch) -> torch.Tensor | None:
+        """Noise seed per row [B] int64; None when every row is greedy, so nothing is drawn."""
+        if batch.sampling_info.is_all_greedy:
+            return None
+        seeds = [self._seed(req) for req in batch.reqs]
+        return torch.tensor(seeds, dtype=torch.int64, device=self._device)
+
+    def _seed(self, req: Req) -> int:
+        seed = req.sampling_params.sampling_seed
+        if seed is not None:
+            return seed
+        return request_seed(base_seed=self._target_worker.random_seed, rid=req.rid)
+
+    def _rule(self, req: Req) -> DraftRule:
+        params = req.sampling_params
+        if params.top_k == 1:  # how SGLang normalises temperature 0
+            return DraftRule()
+        return DraftRule(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=self._seed(req),
+        )

@@ -1,0 +1,89 @@
+"""A timeline of both processes on one clock, in the Chrome trace format that Perfetto reads.
+
+Every process appends its own events to one file: CLOCK_MONOTONIC is one clock for all processes of a
+machine, whole lines are written with O_APPEND, and the format lets the closing bracket be absent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+_FLUSH_EVENTS = 256
+_FLUSH_SECONDS = 1.0
+
+
+class Tracer:
+    """Collects spans of one process; path None makes every call a no-op."""
+
+    def __init__(self, path: str | None, process_name: str) -> None:
+        self._path = path
+        self._events: list[dict[str, object]] = []
+        self._last_flush = time.monotonic()
+        if path is None:
+            return
+        self._pid = os.getpid()
+        _start_file(path)
+        self._events.append(
+            {"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": process_name}}
+        )
+        atexit.register(self.flush)
+
+    @contextmanager
+    def span(self, name: str, **args: object) -> Iterator[None]:
+        """Record how long the body took; args show in the viewer."""
+        if self._path is None:
+            yield
+            return
+        start = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.add(name, start, time.monotonic_ns(), **args)
+
+    def add(self, name: str, start_ns: int, end_ns: int, **args: object) -> None:
+        """Record a span whose ends were measured with time.monotonic_ns()."""
+        if self._path is None:
+            return
+        event = {
+            "ph": "X",
+            "name": name,
+            "pid": self._pid,
+            "tid": self._pid,
+            "ts": start_ns / 1000,
+            "dur": (end_ns - start_ns) / 1000,
+            "args": args,
+        }
+        self._events.append(event)
+        full = len(self._events) >= _FLUSH_EVENTS
+        if full or time.monotonic() - self._last_flush > _FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what was collected."""
+        self._last_flush = time.monotonic()
+        if self._path is None or not self._events:
+            return
+        lines = b"".join(msgspec.json.encode(event) + b",\n" for event in self._events)
+        self._events.clear()
+        _append(self._path, lines)
+
+
+def _start_file(path: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return
+    os.write(descriptor, b"[\n")
+    os.close(descriptor)
+
+
+def _append(path: str, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.write(descriptor, data)
+    os.close(descriptor)
