@@ -106,7 +106,7 @@ class SpeculateReply(msgspec.Struct, frozen=True, tag="reply"):
     base_committed_lens: list[int]  # drafts of row i continue a sequence of this length; also the acknowledgement
     num_drafts: list[int]
     served: list[Served]
-    bonus_ranks: list[int]  # rank of the bonus among the guesses of its position; -1 if it was not guessed
+    bonus_ranks: list[int]  # rank of the bonus among its position's guesses; -1: not guessed
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status?"):

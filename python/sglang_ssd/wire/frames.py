@@ -1,0 +1,152 @@
+"""Bytes of one message, and every check that can be made without knowing any request.
+
+    frame 0   1 byte SCHEMA_VERSION, then the msgpack header (messages.py)
+    frame 1   token ids, int32 little-endian; present iff the message is of a kind that has ids
+
+What `decode_to_drafter` and `decode_to_target` return is well-formed: lists of a message are equally
+long, counts are not negative and add up to the ids. Whether ids exist in a vocabulary is asked of
+`check_token_ids`; whether they belong to a live sequence only its owner knows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from sglang_ssd.wire.messages import (
+    SCHEMA_VERSION,
+    DraftClose,
+    DraftSync,
+    Hello,
+    Refusal,
+    SpeculateReply,
+    ToDrafter,
+    ToTarget,
+    VerifyCommit,
+    Welcome,
+)
+
+MAX_FRAME_BYTES = 32 << 20
+"""No frame is larger: about 8 million token ids."""
+
+Ids = Sequence[int]
+M = TypeVar("M")
+
+_ID_BYTES = 4
+_HANDSHAKE = (Hello, Welcome, Refusal)  # read under any stamp: they compare the versions
+_encoder = msgspec.msgpack.Encoder()
+_to_drafter: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)
+_to_target: msgspec.msgpack.Decoder[ToTarget] = msgspec.msgpack.Decoder(ToTarget)
+
+
+class ProtocolError(ValueError):
+    """A message, or one row of it, that cannot be acted on. It costs drafts, never the loop."""
+
+    def __init__(
+        self,
+        *,
+        expected: str,
+        got: object,
+        rid: str | None = None,
+        base_committed_len: int | None = None,
+    ) -> None:
+        super().__init__(
+            f"rid={rid} base_committed_len={base_committed_len}: expected {expected}, got {got}"
+        )
+        self.rid = rid
+        self.base_committed_len = base_committed_len
+        self.expected = expected
+        self.got = got
+
+
+def encode(message: ToDrafter | ToTarget, frames: Sequence[Ids] = ()) -> list[bytes]:
+    """What to send; `frames` holds one list of token ids for a message that has ids, else nothing."""
+    header = bytes([SCHEMA_VERSION]) + _encoder.encode(message)
+    return [header, *(array("i", ids).tobytes() for ids in frames)]
+
+
+def decode_to_drafter(frames: Sequence[bytes]) -> tuple[ToDrafter, list[int]]:
+    """A target's message and its token ids. Raises ProtocolError."""
+    return _decode(frames, _to_drafter)
+
+
+def decode_to_target(frames: Sequence[bytes]) -> tuple[ToTarget, list[int]]:
+    """A drafter's message and its token ids. Raises ProtocolError."""
+    return _decode(frames, _to_target)
+
+
+def check_token_ids(ids: Ids, vocab_size: int) -> bool:
+    """Whether every id is one of a vocabulary of vocab_size."""
+    return len(ids) == 0 or (min(ids) >= 0 and max(ids) < vocab_size)
+
+
+def _decode(frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[M]) -> tuple[M, list[int]]:
+    if not frames or not frames[0]:
+        raise ProtocolError(expected="a header frame", got="nothing")
+    oversize = [len(frame) for frame in frames if len(frame) > MAX_FRAME_BYTES]
+    if oversize:
+        raise ProtocolError(expected=f"at most {MAX_FRAME_BYTES} bytes a frame", got=oversize[0])
+    try:
+        message = decoder.decode(memoryview(frames[0])[1:])
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(expected="a message of this direction", got=error) from error
+    if frames[0][0] != SCHEMA_VERSION and not isinstance(message, _HANDSHAKE):
+        raise ProtocolError(expected=f"schema version {SCHEMA_VERSION}", got=frames[0][0])
+    return message, _decode_ids(message, frames[1:])
+
+
+def _decode_ids(message: object, frames: Sequence[bytes]) -> list[int]:
+    num_ids = _check_rows(message)
+    if num_ids is None:
+        if frames:
+            raise ProtocolError(expected="no id frame", got=f"{len(frames)} frames")
+        return []
+    num_bytes = [len(frame) for frame in frames]
+    if num_bytes != [num_ids * _ID_BYTES]:
+        raise ProtocolError(
+            expected=f"one frame of {num_ids} int32", got=f"frames of {num_bytes} bytes"
+        )
+    ids = array("i")
+    ids.frombytes(frames[0])
+    return ids.tolist()
+
+
+def _check_rows(message: object) -> int | None:
+    """How many ids the message declares, None if its kind has no ids. Raises ProtocolError."""
+    match message:
+        case DraftSync():
+            _check_at_least(1, [message.rid], committed_len=[message.committed_len])
+            return message.committed_len
+        case VerifyCommit():
+            rids = message.rids
+            _check_at_least(None, rids, generations=message.generations)
+            _check_at_least(1, rids, base_committed_lens=message.base_committed_lens)
+            _check_at_least(0, rids, num_verified_drafts=message.num_verified_drafts)
+            _check_at_least(0, rids, num_tokens=message.num_tokens)
+            return sum(message.num_tokens)
+        case SpeculateReply():
+            rids = message.rids
+            _check_at_least(None, rids, generations=message.generations)
+            _check_at_least(0, rids, base_committed_lens=message.base_committed_lens)
+            _check_at_least(0, rids, num_drafts=message.num_drafts)
+            _check_at_least(-1, rids, bonus_ranks=message.bonus_ranks)
+            if len(message.served) != len(rids):
+                raise ProtocolError(expected=f"{len(rids)} served", got=len(message.served))
+            return sum(message.num_drafts)
+        case DraftClose():
+            _check_at_least(None, message.rids, generations=message.generations)
+    return None
+
+
+def _check_at_least(minimum: int | None, rids: Sequence[str], **columns: Sequence[int]) -> None:
+    """Each column has one value per rid, none below minimum."""
+    for name, values in columns.items():
+        if len(values) != len(rids):
+            raise ProtocolError(expected=f"{len(rids)} {name}", got=len(values))
+        if minimum is None or not values or min(values) >= minimum:
+            continue
+        row = min(range(len(values)), key=values.__getitem__)
+        raise ProtocolError(rid=rids[row], expected=f"{name} >= {minimum}", got=values[row])
