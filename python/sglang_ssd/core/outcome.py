@@ -4,7 +4,7 @@ import msgspec
 
 
 class Outcome(msgspec.Struct, frozen=True, order=True):
-    """num_correct_drafts of the round's drafts were right, then the target chose bonus_token itself."""
+    """num_correct_drafts of the round's drafts were right, then the target chose bonus_token."""
 
     num_correct_drafts: int
     bonus_token: int

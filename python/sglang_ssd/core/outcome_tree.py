@@ -1,9 +1,10 @@
 """The tree of one request in one round: which outcomes are guessed, and what each branch may see.
 
-Committed tokens end with the bonus at position P = committed_len - 1. The chain is [bonus, d1 .. dK];
-branch (j, c) guesses that j drafts are right and that the target then chooses c. Step s feeds c (s = 0)
-or e_s, whose rotary position is P + j + 1 + s; its KV slot is any free one, so slot order says nothing.
-A branch row sees the prefix, the chain up to d_j and its own earlier steps (K = 2, fan_out [2, 1, 1]):
+Committed tokens end with the bonus at position P = committed_len - 1. The chain is [bonus, d1 ..
+dK]; branch (j, c) guesses that j drafts are right and that the target then chooses c. Step s feeds
+c (s = 0) or e_s, whose rotary position is P + j + 1 + s; its KV slot is any free one, so slot order
+says nothing. A branch row sees the prefix, the chain up to d_j and its own earlier steps (K = 2,
+fan_out [2, 1, 1]):
 
                 chain      step 0        step 1
                 b d1 d2    n0 n1 n2 n3   n0 n1 n2 n3
@@ -50,7 +51,7 @@ def rotary_positions(
 
 
 def fold_fan_out(fan_out: Sequence[int], *, num_drafts: int) -> list[int]:
-    """Fan-out of a round whose chain has only num_drafts drafts: what lies beyond goes to its last position."""
+    """Fan-out of a round with only num_drafts drafts: counts beyond go to its last position."""
     return [*fan_out[:num_drafts], sum(fan_out[num_drafts:])]
 
 
@@ -62,8 +63,8 @@ def choose_branches(
 ) -> tuple[IntArray, IntArray, IntArray]:  # positions, tokens, ranks; [N] each
     """The fan_out[j] best guesses at each position j, without d_{j+1}.
 
-    Where d_{j+1} was verified, the target cannot choose it after rejecting it; where it was not (a late
-    or short reply), the chain itself is its branch. A position without candidates gets no branch.
+    Where d_{j+1} was verified, the target cannot choose it after rejecting it; where it was not (a
+    late or short reply), the chain itself is its branch. A position without candidates gets none.
     """
     positions: list[int] = []
     tokens: list[int] = []

@@ -1,25 +1,26 @@
-"""One request's tokens, KV slots and guesses on the drafter, and the walk that an outcome takes through them.
+"""One request's tokens, KV slots and guesses on the drafter, and an outcome's walk through them.
 
-    position   0 ..........  P   P+1 .. P+m
-    tokens     committed ids b   d1  .. dm      P = committed_len - 1, b is the bonus (after prefill: the
-    slots      s0 s1 ....... sP  ..             last prompt token), m <= num_steps
-                                                slots covers a prefix of tokens: that part is "fed"
-    candidates               C0  C1  .. Cm      Cj: the drafter's best tokens after chain position j;
-                                                C_j exists iff its token is fed; d_{j+1} is C_j[0]
-    branches (j, c)          c e1 e2 ..         step s feeds c (s = 0) or e_s: one slot and one candidate
-                                                row per branch and step; e_{s+1} is that row's best
+    position   0 ..........  P   P+1 .. P+m     P = committed_len - 1, m <= num_steps
+    tokens     committed ids b   d1  .. dm      b is the bonus (or the last prompt token)
+    slots      s0 s1 ....... sP  ..             slots of a prefix of tokens: that part is "fed"
+    candidates               C0  C1  .. Cm      C_j: the drafter's best tokens after position j of
+                                                the chain, there iff it is fed; d_{j+1} is C_j[0]
+    branch (j, c)            c e1 e2 ..         step s feeds c (s = 0) or e_s: one slot and ranking
+                                                per branch and step; its best is e_{s+1}
 
-Invariant: slot i holds the KV of tokens[0..i], and tokens[:committed_len] are the target's own. Every
-slot handed in is in exactly one place (the line or one branch) until `take` or `release` hands it back.
-Pure state: no device, no allocator, no SGLang. The owner copies `Taken.relink_slots` into its table.
+Invariant: slot i holds the KV of tokens[0..i], and tokens[:committed_len] are the target's own.
+Every slot handed in is in exactly one place (the line or one branch) until `take` or `release` gives
+it back. Pure state: no device, no allocator, no SGLang. The owner copies `Taken.relink_slots` into
+its table.
 
 How a round uses it, in order:
-    cache.take(new ids)          outcome in; if it is a hit the drafts are ready: reply
-    cache.feed(slots, ranked)    until nothing is unfed (an extend on a miss, e_K or nothing on a hit);
-    cache.grow_chain()           backup jit, mode sync: one more draft from the last candidates, then feed
+    cache.take(new_tokens)              outcome in; on a hit the drafts are ready: reply
+    cache.feed(slots, candidates)       until nothing is unfed (committed ids on a miss, at most the
+                                        last draft on a hit)
+    cache.grow_chain()                  backup jit, mode sync: one more draft, to be fed in turn
     cache.start_branches(fan_out)
-    cache.add_branch_step(slots, ranked)     once per branch step, any number of them
-A `take` may come at any point in between: after any number of steps, in the middle of a sliced prefill.
+    cache.add_branch_step(slots, candidates)    once per branch step, any number of them
+A `take` may come at any point in between, after any number of steps or in a half-done prefill.
 """
 
 from __future__ import annotations
@@ -41,26 +42,26 @@ OutcomeClass = Literal["hit", "chain_hit", "miss"]
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What an outcome leaves. The cache itself already stands at the next round when this is returned."""
+    """What an outcome leaves; the cache itself already stands at the next round."""
 
     kind: OutcomeClass
-    """hit: the new ids end in a branch. chain_hit: they end on the chain (fewer drafts verified than
-    drafted). Both: the bonus is fed and at least one draft is ready. miss: no draft is ready."""
+    """hit: the new ids end in a branch. chain_hit: they end on the chain (fewer drafts were
+    verified than drafted). In both the bonus is fed and a draft is ready. miss: no draft is."""
     bonus_rank: int
-    """Rank of the bonus among the guesses of its position (0 on the chain and inside a branch), -1 if
-    it was not guessed. A guess whose branch had no step yet has its rank and is a miss."""
+    """Rank of the bonus among its position's guesses (0 on the chain and inside a branch), -1 if it
+    was not guessed. A guess whose branch had no step yet has its rank and is a miss."""
     drafts: list[int]
     """d1 .. dm of the next round, m <= num_steps; [] on a miss."""
     relink_position: int
     relink_slots: IntArray
     """Branch slots that join the trunk: relink_slots[i] now is position relink_position + i."""
     trunk_len: int
-    """Positions 0 .. trunk_len - 1 hold valid KV; what a table holds beyond is not ours any more."""
+    """Positions 0 .. trunk_len - 1 hold valid KV; what a table holds beyond is stale."""
     free_slots: IntArray
     """Slots to give back, each once."""
     unfed_tokens: list[int]
-    """Tokens at positions trunk_len .. without KV: on a miss committed ids, the bonus last; on a hit at
-    most the last draft."""
+    """Tokens at positions trunk_len .. without KV: on a miss committed ids, the bonus last; on a
+    hit at most the last draft."""
 
 
 class _Branches:
@@ -200,8 +201,8 @@ class SpeculationCache:
     def start_branches(self, fan_out: Sequence[int]) -> None:
         """Guess outcomes of the round in flight: fan_out has num_steps + 1 counts.
 
-        With fewer drafts the counts beyond go to the chain's last position, so a chain without drafts
-        (first round, backup none) has all of them at position 0. Unfed positions get no guesses.
+        With fewer drafts the counts beyond go to the chain's last position, so a chain without
+        drafts (first round, backup none) has all at position 0. Unfed positions get no guesses.
         """
         assert not self.num_branches, "one set of branches per round"
         counts = fold_fan_out(fan_out, num_drafts=len(self.drafts))
@@ -217,20 +218,26 @@ class SpeculationCache:
     # What an outcome takes ----------------------------------------------------------------------
 
     def unseen_tokens(self, base_committed_len: int, tokens: Sequence[int]) -> list[int]:
-        """Of a commit's ids, which start at base_committed_len, those that are not committed here yet.
+        """Of a commit's ids, which start at base_committed_len, those not committed here yet.
 
-        [] for a late or duplicate commit. ValueError if ids are missing or contradict what is committed.
+        [] for a late or duplicate commit. ValueError if ids are missing or contradict known ones.
         """
         known = self.committed_len - base_committed_len
         if known < 0 or base_committed_len < 0:
-            raise ValueError(f"base {base_committed_len}, but only {self.committed_len} ids are known")
+            raise ValueError(
+                f"base {base_committed_len}, but only {self.committed_len} ids are known"
+            )
         overlap = self.tokens[base_committed_len : self.committed_len][: len(tokens)]
         if overlap != list(tokens[: len(overlap)]):
             raise ValueError(f"ids from {base_committed_len} contradict the committed ones")
         return list(tokens[known:])
 
     def take(self, new_tokens: Sequence[int]) -> Taken:
-        """The true ids after the committed ones (d1 .. dk and the new bonus; more after lost commits)."""
+        """Walk the true ids after the committed ones: d1 .. dk, bonus; more after lost commits.
+
+        The longest match joins the line, the rest of chain and branches is freed, what has no KV is
+        unfed. A chain hit goes on into the best branch of the chain's last position.
+        """
         assert new_tokens, "an outcome has at least the bonus"
         on_chain = _common_len(self.drafts, new_tokens)
         ends_on_chain = on_chain == len(new_tokens)

@@ -3,9 +3,9 @@
     frame 0   1 byte SCHEMA_VERSION, then the msgpack header (messages.py)
     frame 1   token ids, int32 little-endian; present iff the message is of a kind that has ids
 
-What `decode_to_drafter` and `decode_to_target` return is well-formed: lists of a message are equally
-long, counts are not negative and add up to the ids. Whether ids exist in a vocabulary is asked of
-`check_token_ids`; whether they belong to a live sequence only its owner knows.
+What `decode_to_drafter` and `decode_to_target` return is well-formed: lists of a message are
+equally long, counts are not negative and add up to the ids. Whether ids exist in a vocabulary is
+asked of `check_token_ids`; whether they belong to a live sequence only its owner knows.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ProtocolError(ValueError):
 
 
 def encode(message: ToDrafter | ToTarget, frames: Sequence[Ids] = ()) -> list[bytes]:
-    """What to send; `frames` holds one list of token ids for a message that has ids, else nothing."""
+    """What to send; `frames` holds the token ids of a message that has some, else nothing."""
     header = bytes([SCHEMA_VERSION]) + _encoder.encode(message)
     return [header, *(array("i", ids).tobytes() for ids in frames)]
 

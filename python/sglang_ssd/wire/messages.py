@@ -1,13 +1,14 @@
 """Every message between target and drafter, on one screen.
 
 Lengths count tokens of one request from the first prompt token. `committed_len` is the number of
-committed tokens, the bonus token included, so the bonus sits at position committed_len - 1 and drafts
-continue at position committed_len. A VerifyCommit carries all ids since the base that the drafter last
-acknowledged (the base_committed_len of a SpeculateReply row, or the length of the DraftSync), so a lost
-or late commit is repaired by the next one. Token ids travel as one int32 frame behind the header.
+committed tokens, the bonus token included, so the bonus sits at position committed_len - 1 and
+drafts continue at position committed_len. A VerifyCommit carries all ids since the base that the
+drafter last acknowledged (the base_committed_len of a SpeculateReply row, or the length of the
+DraftSync), so a lost or late commit is repaired by the next one. Token ids travel as one int32
+frame behind the header.
 
-A row is named by (rid, generation): the target bumps the generation whenever it opens a sequence for a
-rid, so anything that still speaks of an older opening is a no-op.
+A row is named by (rid, generation): the target bumps the generation whenever it opens a sequence
+for a rid, so anything that still speaks of an older opening is a no-op.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ SCHEMA_VERSION = 1
 Served = Literal["hit", "chain_hit", "jit", "sync", "none", "full", "context", "unknown"]
 """How a reply row came about.
 
-hit: a drafted branch was the outcome. chain_hit: fewer drafts than sent were verified and the bonus is
-the chain's own next token. jit: drafted after a miss. sync: `mode="sync"`. Rows without drafts: none (a
-miss under backup "none", or the prompt is not prefilled yet), full (no slot or table row), context
-(past the drafter's context), unknown (no such sequence: the target must send DraftSync again).
+hit: a drafted branch was the outcome. chain_hit: fewer drafts than sent were verified and the bonus
+is the chain's own next token. jit: drafted after a miss. sync: `mode="sync"`. Rows without drafts:
+none (a miss under backup "none", or the prompt is not prefilled yet), full (no slot or table row),
+context (past the drafter's context), unknown (no such sequence: the target must send DraftSync
+again).
 """
 
 
@@ -59,7 +61,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
-    """Why the drafter will not serve this target; block_tokens are its own tokens of the first differing block."""
+    """Why the drafter will not serve this target; its tokens of the first block that differs."""
 
     reasons: list[str]
     block_index: int = -1
@@ -76,13 +78,13 @@ class DraftSync(msgspec.Struct, frozen=True, tag="sync"):
 
 
 class VerifyCommit(msgspec.Struct, frozen=True, tag="commit"):
-    """One round's outcomes for the whole batch. Frame 0: the rows' new ids, int32[sum(num_tokens)]."""
+    """One round's outcomes for the whole batch. Frame 0: the new ids, int32[sum(num_tokens)]."""
 
     round_id: int
     rids: list[str]
     generations: list[int]
     base_committed_lens: list[int]  # ids of row i start at this length
-    num_verified_drafts: list[int]  # how many drafts this round's verify looked at (n of design section 3)
+    num_verified_drafts: list[int]  # how many drafts this round's verify looked at
     num_tokens: list[int]
 
 
@@ -103,7 +105,7 @@ class SpeculateReply(msgspec.Struct, frozen=True, tag="reply"):
     round_id: int
     rids: list[str]
     generations: list[int]
-    base_committed_lens: list[int]  # drafts of row i continue a sequence of this length; also the acknowledgement
+    base_committed_lens: list[int]  # drafts of row i continue this length, which is acknowledged
     num_drafts: list[int]
     served: list[Served]
     bonus_ranks: list[int]  # rank of the bonus among its position's guesses; -1: not guessed

@@ -1,9 +1,9 @@
 """Carries messages between targets and one drafter: the interfaces, and what they are over ZMQ.
 
 The drafter binds and serves any number of targets, which it tells apart by an opaque peer name.
-Nothing here blocks beyond the time it is given: a send to a full or absent peer drops the message and
-counts it, a receive returns when something is there or the time is over. Losing a message is safe
-(messages.py). Malformed input is counted and dropped; it never reaches the caller.
+Nothing here blocks beyond the time it is given: a send to a full or absent peer drops the message
+and counts it, a receive returns when something is there or the time is over. Losing a message is
+safe (messages.py). Malformed input is counted and dropped; it never reaches the caller.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import socket as socketlib
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -33,6 +34,7 @@ HIGH_WATER_MARK = 1024
 """Messages that queue per peer and direction before sends are dropped."""
 
 _MAX_PER_RECEIVE = 256  # so that one peer's flood cannot keep the owner from its own work
+_IPC = "ipc://"
 _MAX_IPC_PATH = 103  # sockaddr_un.sun_path holds 104 bytes on the tightest system
 _LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
@@ -131,7 +133,11 @@ class DrafterSocket:
         return _receive(self._socket, timeout_s, _decode_from_target, self.stats)
 
     def close(self) -> None:
+        if self._context.closed:
+            return
         self._context.destroy(linger=0)
+        if self.endpoint.startswith(_IPC):  # libzmq leaves the file
+            Path(self.endpoint.removeprefix(_IPC)).unlink(missing_ok=True)
 
 
 def validate_endpoint(endpoint: str) -> str:
@@ -147,16 +153,16 @@ def validate_endpoint(endpoint: str) -> str:
 
 def _refuse_taken_path(endpoint: str) -> None:
     """libzmq would take an ipc path over from a live drafter, which then hears nobody."""
-    if not endpoint.startswith("ipc://"):
+    if not endpoint.startswith(_IPC):
         return
     with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
-        if probe.connect_ex(endpoint.removeprefix("ipc://")) == 0:
+        if probe.connect_ex(endpoint.removeprefix(_IPC)) == 0:
             raise ValueError(f"endpoint {endpoint}: another process listens there")
 
 
 def _refusal(endpoint: str) -> str | None:
-    if endpoint.startswith("ipc://"):
-        path = endpoint.removeprefix("ipc://")
+    if endpoint.startswith(_IPC):
+        path = endpoint.removeprefix(_IPC)
         if not path.startswith("/"):
             return "not an absolute path"
         if len(os.fsencode(path)) > _MAX_IPC_PATH:
