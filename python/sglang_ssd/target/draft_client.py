@@ -97,6 +97,7 @@ class DraftClient:
         self._skip_rounds = 0
         self._warned = False
         self._dead = False
+        self._told_idle = True
         self.stats = ClientStats()
 
     @property
@@ -149,9 +150,15 @@ class DraftClient:
             self._send(DraftClose(rids=[rid], generations=[sequence.generation]))
 
     def close_all(self) -> None:
-        """The server is idle: the drafter must hold nothing of ours."""
+        """The drafter must hold nothing of ours."""
         self._sequences.clear()
         self._send(DraftClose(rids=[], generations=[], close_all=True))
+
+    def note_idle(self) -> None:
+        """The server is idle: close whatever is left, once per idle spell, should a close be lost."""
+        if not self._told_idle:
+            self._told_idle = True
+            self.close_all()
 
     def note_correct_drafts(self, rids: Sequence[str], num_correct: Sequence[int]) -> None:
         """Count how the drafts of the round fared, by how they were served."""
@@ -170,6 +177,7 @@ class DraftClient:
             rid=rid, generation=self._next_generation, rule=rule, tokens=tokens
         )
         self._next_generation += 1
+        self._told_idle = False
         self._sequences[rid] = sequence
         message = DraftSync(
             rid=rid,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 import uuid
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from sglang_ssd.config import SsdConfig
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.wire.messages import SCHEMA_VERSION, Hello, Refusal, Welcome
+from sglang_ssd.wire.token_map import TOKENS_PER_BLOCK, digest_blocks, token_block, token_strings
 from sglang_ssd.wire.transport import TargetSocket, Transport
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TOKENS_PER_BLOCK = 1024
 _HELLO_INTERVAL_S = 1.0
 
 
@@ -29,7 +28,13 @@ class Drafter(Protocol):
 
     def alive(self) -> bool: ...
 
-    def exit_reason(self) -> str: ...
+    def exit_reason(self) -> str | None: ...
+
+
+class Tokenizer(Protocol):
+    """Any Hugging Face tokenizer."""
+
+    def get_vocab(self) -> dict[str, int]: ...
 
 
 def connect(
@@ -38,7 +43,7 @@ def connect(
     config: SsdConfig,
     vocab_size: int,
     context_len: int,
-    tokenizer: object | None,
+    tokenizer: Tokenizer | None,
     num_steps: int,
     tracer: Tracer,
 ) -> DraftClient:
@@ -48,7 +53,7 @@ def connect(
     """
     endpoint = drafter.endpoint if drafter is not None else config.endpoint
     assert endpoint is not None, "a drafter is started exactly when no endpoint is configured"
-    tokens = token_strings(tokenizer)
+    tokens = [] if tokenizer is None else token_strings(tokenizer.get_vocab())
     hello = Hello(
         schema_version=SCHEMA_VERSION,
         target_id=uuid.uuid4().hex[:12],
@@ -82,29 +87,12 @@ def connect(
     )
 
 
-def token_strings(tokenizer: object | None) -> list[str]:
-    """Token string of every id, "" for ids without one; [] without a tokenizer (nothing to compare)."""
-    get_vocab = getattr(tokenizer, "get_vocab", None)
-    if get_vocab is None:
-        return []
-    by_id = {index: token for token, index in get_vocab().items()}
-    return [by_id.get(index, "") for index in range(max(by_id, default=-1) + 1)]
-
-
-def digest_blocks(tokens: list[str]) -> list[str]:
-    """sha256 per 1024 ids, so that two maps can be compared over the wire and narrowed to a block."""
-    return [
-        hashlib.sha256("\0".join(tokens[start : start + TOKENS_PER_BLOCK]).encode()).hexdigest()
-        for start in range(0, len(tokens), TOKENS_PER_BLOCK)
-    ]
-
-
 def first_difference(ours: list[str], refusal: Refusal) -> str:
     """Sentence naming the first id of the refused block whose token differs; "" if there is no block."""
     if refusal.block_index < 0:
         return ""
     start = refusal.block_index * TOKENS_PER_BLOCK
-    block = ours[start : start + TOKENS_PER_BLOCK]
+    block = token_block(ours, refusal.block_index)
     theirs = refusal.block_tokens
     for offset in range(max(len(block), len(theirs))):
         mine = block[offset] if offset < len(block) else None

@@ -13,11 +13,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_device, get_parallel, get_spec
 
 from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.core.shared_noise import next_copy_seed
-from sglang_ssd.drafter.process import DrafterHandle, start_drafter
+from sglang_ssd.drafter.process import DrafterHandle, settings_for_target, start_drafter
 from sglang_ssd.target.draft_client import DraftClient, summarize
 from sglang_ssd.target.handshake import connect
 
@@ -58,7 +58,10 @@ def start_before_target_loads(scheduler: Scheduler) -> None:
     config = load_config()
     if config.mode == "off" or config.endpoint is not None:
         return
-    _drafter = start_drafter(server_args=scheduler.server_args, config=config)
+    settings = settings_for_target(
+        scheduler.server_args, config, cores=config.drafter_cores, gpu_id=get_device().gpu_id
+    )
+    _drafter = start_drafter(settings, config)
     atexit.register(_drafter.stop)
 
 
@@ -92,8 +95,8 @@ def connect_client(
 
 def close_when_idle(result: None, scheduler: Scheduler) -> None:
     """on_idle polls while the server has no batch; a server that is wholly idle mirrors nothing."""
-    if _client is not None and _client.num_live and scheduler.is_fully_idle():
-        _client.close_all()
+    if _client is not None and scheduler.is_fully_idle():
+        _client.note_idle()
 
 
 def close_released_request(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
