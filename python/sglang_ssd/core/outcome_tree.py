@@ -50,11 +50,6 @@ def rotary_positions(
     return branch_positions + (committed_len + step)
 
 
-def fold_fan_out(fan_out: Sequence[int], *, num_drafts: int) -> list[int]:
-    """Fan-out of a round with only num_drafts drafts: counts beyond go to its last position."""
-    return [*fan_out[:num_drafts], sum(fan_out[num_drafts:])]
-
-
 def choose_branches(
     drafts: Sequence[int],  # d1 .. dm of the chain
     candidates: Sequence[IntArray],  # [j] -> [C] best tokens after chain position j, best first

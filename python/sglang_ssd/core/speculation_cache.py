@@ -9,8 +9,8 @@
                                                 per branch and step; its best is e_{s+1}
 
 Invariant: slot i holds the KV of tokens[0..i], and tokens[:committed_len] are the target's own.
-Every slot handed in is in exactly one place (the line or one branch) until `take` or `release` gives
-it back. Pure state: no device, no allocator, no SGLang. The owner copies `Taken.relink_slots` into
+Every slot handed in is in exactly one place (the line or one branch) until `take` or `release`
+gives it back. Pure state: no device, no allocator, no SGLang. The owner copies `Taken.relink_slots` into
 its table.
 
 How a round uses it, in order:
@@ -31,12 +31,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from sglang_ssd.core.outcome_tree import (
-    IntArray,
-    choose_branches,
-    fold_fan_out,
-    rotary_positions,
-)
+from sglang_ssd.core.fan_out import fold_fan_out
+from sglang_ssd.core.outcome_tree import IntArray, choose_branches, rotary_positions
 
 OutcomeClass = Literal["hit", "chain_hit", "miss"]
 
