@@ -223,7 +223,7 @@ class SSDWorker(BaseSpecWorker):
         batch: ScheduleBatch,
         result: GenerationBatchResult,
         target_tokens: torch.Tensor,  # [B, W] int64
-        accept_lens: torch.Tensor,  # [B] int32
+        accept_lens: torch.Tensor,  # [B] int64
         on_publish: Publish | None,
     ) -> None:
         width = target_tokens.shape[1]
@@ -235,7 +235,7 @@ class SSDWorker(BaseSpecWorker):
             on_publish(new_seq_lens)
         last = (accept_lens - 1).to(torch.int64)[:, None]
         result.next_token_ids = flat.to(torch.int32)
-        result.accept_lens = accept_lens
+        result.accept_lens = accept_lens.to(torch.int32)
         result.new_seq_lens = new_seq_lens
         result.next_draft_input = SSDDraftInput(
             bonus_tokens=target_tokens.gather(1, last).squeeze(1)
