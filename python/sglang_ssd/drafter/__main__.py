@@ -1,0 +1,157 @@
+"""`python -m sglang_ssd.drafter`: bind, load the draft model, serve until told to stop.
+
+What must precede torch and SGLang (the tie to the parent, cores, thread count, platform) comes first, so
+heavy imports are inside functions here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Sequence
+from typing import get_type_hints
+
+import msgspec
+
+from sglang_ssd.config import SsdConfig, load_config
+from sglang_ssd.drafter.process import DrafterSettings, process_exists
+
+logger = logging.getLogger("sglang_ssd.drafter")
+
+_DEFAULT_MAX_SEQUENCES = 64
+_IDLE_WAIT_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 after SIGTERM or SIGINT, 1 after a failure, whose last log line says why."""
+    settings = parse_settings(argv)
+    _tie_to_parent(settings.parent_pid)
+    logging.basicConfig(
+        level=logging.INFO, format="[%(asctime)s] %(name)s %(levelname)s %(message)s"
+    )
+    _bind_cores(settings.cores)
+    signal.signal(signal.SIGTERM, _exit_quietly)
+    signal.signal(signal.SIGINT, _exit_quietly)
+    try:
+        serve(settings, load_config())
+    except ValueError as error:  # settings and checkpoints: the text says all there is
+        logger.error("%s", error)
+        return 1
+    except Exception:  # noqa: BLE001 the top of the process
+        logger.exception("the drafter failed")
+        return 1
+    return 0
+
+
+def serve(settings: DrafterSettings, config: SsdConfig) -> None:
+    """Load and serve; returns only by an exception (SystemExit when told to stop)."""
+    from sglang_ssd.drafter.loop import DraftLoop
+    from sglang_ssd.trace import Tracer
+    from sglang_ssd.wire.transport import DrafterSocket, unique_ipc_endpoint
+
+    transport = DrafterSocket(settings.endpoint or unique_ipc_endpoint())
+    try:
+        device = _choose_device(settings.device)
+        if device == "cpu":
+            os.environ.setdefault("SGLANG_PLATFORM", "ssd_cpu")
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        from sglang_ssd.drafter.runner import SglangModelStep, load_tokens
+
+        loop = DraftLoop(
+            model=SglangModelStep(settings, device=device),
+            transport=transport,
+            config=config,
+            max_sequences=settings.max_sequences or _DEFAULT_MAX_SEQUENCES,
+            tokens=load_tokens(settings),
+            tracer=Tracer(config.trace, "drafter"),
+        )
+        logger.info("ready at %s (%s, %s)", transport.endpoint, settings.model_path, device)
+        while True:
+            loop.step(_IDLE_WAIT_S)
+    finally:
+        transport.close()
+
+
+def parse_settings(argv: Sequence[str] | None = None) -> DrafterSettings:
+    """Flags are the fields of DrafterSettings."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_ssd.drafter",
+        description="Serve drafts to SGLang servers started with --ssd-endpoint. Mode, fan-out, backup "
+        "and lease come from SGLANG_SSD_CONFIG (JSON or the path of a file).",
+    )
+    hints = get_type_hints(DrafterSettings)
+    for field in msgspec.structs.fields(DrafterSettings):
+        flag = "--" + field.name.replace("_", "-")
+        hint = hints[field.name]
+        if hint is bool:
+            parser.add_argument(flag, action="store_true")
+        elif field.required:
+            parser.add_argument(flag, required=True)
+        else:
+            kind = next(t for t in (int, float, str) if t is hint or hint == (t | None))
+            parser.add_argument(flag, type=kind, default=field.default, help="default: %(default)s")
+    return msgspec.convert(vars(parser.parse_args(argv)), type=DrafterSettings)
+
+
+def _tie_to_parent(parent_pid: int | None) -> None:
+    """Die with the parent: at once by the kernel where it can, within a second in any case."""
+    if parent_pid is None:
+        return
+    if sys.platform == "linux":
+        # SIGKILL, because a stopped process does not act on anything milder.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        sys.exit(f"the parent {parent_pid} is gone already")
+    threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid and process_exists(parent_pid):
+        time.sleep(_IDLE_WAIT_S)
+    os._exit(1)
+
+
+def _bind_cores(cores: str) -> None:
+    """Drop the affinity that a parent bound to its own cores, take ours, one thread for each."""
+    wanted = set(range(os.cpu_count() or 1)) if cores == "auto" else parse_cores(cores)
+    os.sched_setaffinity(0, wanted)
+    num_cores = len(os.sched_getaffinity(0))
+    os.environ["OMP_NUM_THREADS"] = str(num_cores)
+    logger.info("runs on cores %s", sorted(os.sched_getaffinity(0)))
+
+
+def parse_cores(text: str) -> set[int]:
+    """"0-3,8" -> {0, 1, 2, 3, 8}."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or (last and not last.isdecimal()):
+            raise ValueError(f"--cores {text}: allowed are numbers and ranges such as 0-3,8")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def _choose_device(device: str) -> str:
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _exit_quietly(signum: int, frame: types.FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

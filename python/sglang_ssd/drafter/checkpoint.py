@@ -1,0 +1,124 @@
+"""Says what is wrong with a local draft checkpoint before anything of it is loaded.
+
+Reads config.json, the index and the safetensors headers only. A hub id is resolved by the loader.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import msgspec
+
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Plain multi-head or grouped-query attention at page size 1; anything else is refused by name."""
+
+_HEADER_LIMIT = 100 << 20
+_WEIGHTLESS_FORMATS = ("dummy",)
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.gguf")
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What config.json says that the drafter sizes its memory by."""
+
+    architecture: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+
+    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_element
+
+
+class CheckpointError(ValueError):
+    """The draft model cannot be served; the text names the file or class."""
+
+
+class _Config(msgspec.Struct):
+    architectures: list[str]
+    num_hidden_layers: int
+    num_attention_heads: int
+    hidden_size: int
+    max_position_embeddings: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    use_sliding_window: bool = False
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _Tensor(msgspec.Struct):
+    data_offsets: tuple[int, int]
+
+
+def read_shape(model_dir: Path) -> ModelShape:
+    """Sizes of a supported model. CheckpointError for a missing config or another architecture."""
+    path = model_dir / "config.json"
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=_Config)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"draft model: {path} is missing") from error
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"draft model: {path}: {error}") from error
+    check_architecture(config.architectures)
+    if config.use_sliding_window:
+        raise CheckpointError(
+            f"draft model: {config.architectures[0]} with use_sliding_window is not supported; "
+            "allowed is plain attention"
+        )
+    return ModelShape(
+        architecture=config.architectures[0],
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+    )
+
+
+def check_architecture(architectures: list[str]) -> None:
+    """CheckpointError naming the class unless the drafter knows its attention."""
+    name = architectures[0] if architectures else "none named"
+    if name not in SUPPORTED_ARCHITECTURES:
+        allowed = ", ".join(SUPPORTED_ARCHITECTURES)
+        raise CheckpointError(f"draft model: class {name} is not supported; allowed are {allowed}")
+
+
+def check_weights(model_dir: Path, *, load_format: str) -> None:
+    """CheckpointError naming the first weight file that is missing or cut short."""
+    if load_format in _WEIGHTLESS_FORMATS:
+        return
+    index = model_dir / "model.safetensors.index.json"
+    if index.exists():
+        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+        files = [model_dir / name for name in sorted(names)]
+    else:
+        files = sorted(model_dir.glob("*.safetensors"))
+    if not files and not any(True for kind in _OTHER_WEIGHTS for _ in model_dir.glob(kind)):
+        raise CheckpointError(f"draft model: no weights in {model_dir} (model.safetensors is missing)")
+    for file in files:
+        _check_safetensors(file)
+
+
+def _check_safetensors(file: Path) -> None:
+    """8 bytes of header length, a JSON header, then the tensors that it places."""
+    if not file.exists():
+        raise CheckpointError(f"draft model: {file} is missing")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        header_len = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _HEADER_LIMIT
+        header = stream.read(header_len) if header_len < _HEADER_LIMIT else b""
+    if len(header) < min(header_len, _HEADER_LIMIT):
+        raise CheckpointError(f"draft model: {file} is truncated: {size} bytes, its header is cut")
+    try:
+        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        fields.pop("__metadata__", None)
+        ends = [msgspec.json.decode(raw, type=_Tensor).data_offsets[1] for raw in fields.values()]
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"draft model: {file} is no safetensors file: {error}") from error
+    expected = 8 + header_len + max(ends, default=0)
+    if size < expected:
+        raise CheckpointError(f"draft model: {file} is truncated: {size} of {expected} bytes")

@@ -1,0 +1,121 @@
+"""The drafter's forwards: tokens of lines and branches in, KV and ranked candidates out.
+
+Every forward serves all sequences that are ready for it. Ranking is the drafter's sampling: the best
+candidate under the request's rule is the next draft, the runners-up are the guesses of the bonus.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Rows
+
+import msgspec
+import numpy as np
+import torch
+
+from sglang_ssd.core.outcome_tree import IntArray
+from sglang_ssd.core.shared_noise import rank_candidates
+from sglang_ssd.drafter.branch_attention import branch_rows
+from sglang_ssd.drafter.model_step import ExtendRow, ModelStep
+from sglang_ssd.drafter.request_table import RequestTable, Sequence
+from sglang_ssd.trace import Tracer
+from sglang_ssd.wire.messages import DraftRule
+
+
+class DraftingStats(msgspec.Struct):
+    """Since start."""
+
+    branch_steps: int = 0
+    jit_steps: int = 0
+    prefill_tokens: int = 0
+    drafting_seconds: float = 0.0
+
+
+class Drafting:
+    """Runs the model for the sequences of one table."""
+
+    def __init__(self, *, model: ModelStep, table: RequestTable, tracer: Tracer) -> None:
+        self._model = model
+        self._table = table
+        self._tracer = tracer
+        self.stats = DraftingStats()
+
+    def feed_lines(self, seqs: Rows[Sequence], counts: Rows[int], *, name: str) -> None:
+        """Feed the next counts[i] unfed tokens of each line, and grow it while drafts are wanted."""
+        new_slots = [self._table.slots_for(count) for count in counts]
+        rows = [_extend_row(seq, slots) for seq, slots in zip(seqs, new_slots, strict=True)]
+        start_ns = time.monotonic_ns()
+        logits = self._model.extend(rows)
+        complete = [i for i, seq in enumerate(seqs) if counts[i] == seq.num_unfed]
+        ranked = self._rank(
+            logits if len(complete) == len(seqs) else logits[complete],
+            seqs=[seqs[i] for i in complete],
+            positions=[len(seqs[i].cache.tokens) - 1 for i in complete],
+            width=max((seqs[i].limits.line_width for i in complete), default=0),
+        )
+        self._note(name, start_ns, rows=len(seqs), tokens=sum(counts))
+        candidates: dict[int, IntArray] = dict(zip(complete, ranked, strict=True))
+        for i, (seq, slots) in enumerate(zip(seqs, new_slots, strict=True)):
+            if self._table.holds(seq):
+                seq.cache.feed(slots, candidates.get(i))
+                grow_chain(seq)
+            else:
+                self._table.give_back(slots)
+
+    def step_branches(self, seqs: Rows[Sequence]) -> None:
+        """The next branch step of each sequence, whichever that is."""
+        new_slots = [self._table.slots_for(seq.cache.num_branches) for seq in seqs]
+        rows = [
+            branch_rows(
+                seq.cache, line_slots=seq.line_slots[: seq.cache.trunk_len], new_slots=slots
+            )
+            for seq, slots in zip(seqs, new_slots, strict=True)
+        ]
+        start_ns = time.monotonic_ns()
+        logits = self._model.branch_step(rows)
+        ranked = self._rank(
+            logits,
+            seqs=[seq for seq, slots in zip(seqs, new_slots, strict=True) for _ in slots],
+            positions=np.concatenate([row.positions for row in rows]).tolist(),
+            width=max(seq.limits.branch_width for seq in seqs),
+        )
+        self._note("branch step", start_ns, rows=len(ranked), sequences=len(seqs))
+        self.stats.branch_steps += 1
+        start = 0
+        for seq, slots in zip(seqs, new_slots, strict=True):
+            end = start + len(slots)
+            if self._table.holds(seq):
+                seq.cache.add_branch_step(slots, ranked[start:end])
+            else:
+                self._table.give_back(slots)
+            start = end
+
+    def _rank(
+        self, logits: torch.Tensor, *, seqs: Rows[Sequence], positions: list[int], width: int
+    ) -> IntArray:  # [R, width]
+        if not seqs:
+            return np.zeros((0, 0), dtype=np.int64)
+        vocab_size = min(seq.limits.vocab_size for seq in seqs)
+        rules: list[DraftRule] = [seq.rule for seq in seqs]
+        return rank_candidates(logits[:, :vocab_size], rules, positions, width)
+
+    def _note(self, name: str, start_ns: int, **args: object) -> None:
+        end_ns = time.monotonic_ns()
+        self.stats.drafting_seconds += (end_ns - start_ns) / 1e9
+        self._tracer.add(name, start_ns, end_ns, **args)
+
+
+def grow_chain(seq: Sequence) -> None:
+    """One more draft if the reply that is owed wants it and the line is fed."""
+    if seq.num_unfed == 0 and len(seq.cache.drafts) < seq.answer.num_drafts:
+        seq.cache.grow_chain()
+
+
+def _extend_row(seq: Sequence, new_slots: IntArray) -> ExtendRow:
+    start, end = seq.cache.trunk_len, seq.cache.trunk_len + len(new_slots)
+    seq.line_slots[start:end] = new_slots
+    return ExtendRow(
+        token_ids=np.array(seq.cache.tokens[start:end], dtype=np.int64),
+        start=start,
+        kv_slots=seq.line_slots[:end],
+    )

@@ -1,0 +1,382 @@
+"""The drafter's round: outcome in, drafts out, and the branches for the outcome after that.
+
+    receive      a commit takes its rows through the speculation cache; rows with enough drafts are
+                 answered at once, whatever becomes of the others
+    decode       rows that are owed drafts (missed, or hit before the branch was finished): one batched
+                 single-token forward per loop step, answered as soon as they have their drafts
+    feed         the last draft of a decoded row, whose logits rank the guesses of position K
+    build        num_steps + 1 branch steps, batched over all sequences and branches
+    prefill      one slice of the prompts that are waiting
+
+One forward per loop step and the socket is polled in between, so an outcome that arrives in the middle of
+a build is seen after the branch step in flight: the losers are freed, the winner is finished alone.
+Forwards for rows that a target is waiting for come first; a slice comes when nothing else is to be done,
+and at the latest after num_steps + 1 forwards of the other kinds. Nothing here blocks for longer than one
+forward, except an idle drafter, which sleeps in the poll.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import assert_never
+
+import msgspec
+
+from sglang_ssd.config import SsdConfig
+from sglang_ssd.drafter.backup import plan_answer
+from sglang_ssd.drafter.drafting import Drafting, grow_chain
+from sglang_ssd.drafter.handshake import Abilities, answer_hello, fan_out_for
+from sglang_ssd.drafter.model_step import ModelStep
+from sglang_ssd.drafter.request_table import Limits, RequestTable, Sequence
+from sglang_ssd.trace import Tracer
+from sglang_ssd.wire.frames import ProtocolError, check_token_ids
+from sglang_ssd.wire.messages import (
+    DraftClose,
+    DrafterStatus,
+    DraftSync,
+    Hello,
+    Served,
+    SpeculateReply,
+    StatusRequest,
+    VerifyCommit,
+    Welcome,
+)
+from sglang_ssd.wire.transport import DrafterTransport, FromTarget
+
+logger = logging.getLogger(__name__)
+
+_PATIENT_FORWARDS = 4  # a due slice lets this many times num_steps + 1 forwards of waiting rows pass
+
+
+class ReplyRow(msgspec.Struct, frozen=True):
+    """One row of a SpeculateReply."""
+
+    rid: str
+    generation: int
+    base_committed_len: int
+    drafts: list[int]
+    served: Served
+    bonus_rank: int = -1
+
+
+class LoopStats(msgspec.Struct):
+    """Since start."""
+
+    hits: int = 0
+    misses: int = 0
+    stale_commits: int = 0
+    protocol_errors: int = 0
+
+
+class DraftLoop:
+    """Serves targets over one transport with one model. `step` is a whole turn; nothing runs beside it."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelStep,
+        transport: DrafterTransport,
+        config: SsdConfig,
+        max_sequences: int,
+        tokens: list[str],
+        tracer: Tracer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._transport = transport
+        self._clock = clock
+        self._abilities = Abilities.of(
+            vocab_size=model.vocab_size,
+            context_len=model.context_len,
+            max_sequences=max_sequences,
+            tokens=tokens,
+        )
+        self.table = RequestTable(
+            total_slots=model.total_slots,
+            max_sequences=max_sequences,
+            context_len=model.context_len,
+        )
+        self._drafting = Drafting(model=model, table=self.table, tracer=tracer)
+        self._limits: dict[bytes, Limits] = {}  # per target that was welcomed
+        self._replies: dict[tuple[bytes, int], list[ReplyRow]] = {}
+        self._forwards_since_slice = 0
+        self._next_expiry = 0.0
+        self.stats = LoopStats()
+
+    def step(self, max_wait_s: float) -> bool:
+        """One turn. False if there was nothing to do but wait, for at most max_wait_s."""
+        self._expire_leases()
+        forward = self._next_forward()
+        arrived = self._transport.receive(0.0 if forward else self._wait_s(max_wait_s))
+        if arrived:
+            for one in arrived:
+                self._handle(one)
+            self._answer_ready()
+            forward = self._next_forward()
+        if forward is None:
+            return False
+        forward()
+        self._answer_ready()
+        return True
+
+    def status(self) -> DrafterStatus:
+        drafting = self._drafting.stats
+        return DrafterStatus(
+            live_sequences=self.table.num_live,
+            free_slots=self.table.num_free_slots,
+            total_slots=self.table.total_slots,
+            branch_steps=drafting.branch_steps,
+            jit_steps=drafting.jit_steps,
+            prefill_tokens=drafting.prefill_tokens,
+            hits=self.stats.hits,
+            misses=self.stats.misses,
+            stale_commits=self.stats.stale_commits,
+            protocol_errors=self.stats.protocol_errors + self._transport.stats.malformed,
+            drafting_seconds=drafting.drafting_seconds,
+        )
+
+    # Messages -----------------------------------------------------------------------------------
+
+    def _handle(self, arrived: FromTarget) -> None:
+        peer, message = arrived.peer, arrived.message
+        match message:
+            case VerifyCommit():
+                self._commit(peer, message, arrived.ids)
+            case DraftSync():
+                self._open(peer, message, arrived.ids)
+            case DraftClose():
+                self._close(peer, message)
+            case Hello():
+                self._welcome(peer, message)
+            case StatusRequest():
+                self._transport.send(peer, self.status())
+            case _:
+                assert_never(message)
+
+    def _welcome(self, peer: bytes, hello: Hello) -> None:
+        answer = answer_hello(hello, self._abilities, config=self._config)
+        if isinstance(answer, Welcome):
+            self._limits[peer] = Limits(
+                num_steps=hello.num_steps,
+                fan_out=fan_out_for(self._config, hello.num_steps),
+                context_len=self._abilities.context_len,
+                vocab_size=min(hello.vocab_size, self._abilities.vocab_size),
+            )
+            logger.info("serves target %s with %d steps", hello.target_id, hello.num_steps)
+        else:
+            logger.error("refuses target %s: %s", hello.target_id, "; ".join(answer.reasons))
+        self._transport.send(peer, answer)
+
+    def _open(self, peer: bytes, message: DraftSync, ids: list[int]) -> None:
+        limits = self._limits.get(peer)
+        if limits is None or not check_token_ids(ids, self._abilities.vocab_size):
+            self.stats.protocol_errors += 1
+            return
+        older = self.table.find(peer, message.rid)
+        if older is not None:
+            if older.generation >= message.generation:
+                return
+            self.table.close(older)
+        sequence = Sequence(
+            peer=peer,
+            rid=message.rid,
+            generation=message.generation,
+            rule=message.rule,
+            limits=limits,
+            now=self._clock(),
+        )
+        self.table.open(sequence, ids)
+
+    def _close(self, peer: bytes, message: DraftClose) -> None:
+        if message.close_all:
+            self.table.close_peer(peer)
+        for rid, generation in zip(message.rids, message.generations, strict=True):
+            seq = self.table.find(peer, rid)
+            if seq is not None and seq.generation <= generation:
+                self.table.close(seq)
+
+    def _commit(self, peer: bytes, commit: VerifyCommit, ids: list[int]) -> None:
+        start = 0
+        for index, rid in enumerate(commit.rids):
+            end = start + commit.num_tokens[index]
+            try:
+                self._commit_row(peer, commit, index, ids[start:end])
+            except ProtocolError as error:
+                self.stats.protocol_errors += 1
+                logger.warning("drops a sequence: %s", error)
+                self._forget(peer, rid)
+                self._refuse_row(peer, commit, index, "unknown")
+            start = end
+
+    def _commit_row(
+        self, peer: bytes, commit: VerifyCommit, index: int, ids: list[int]
+    ) -> None:
+        generation = commit.generations[index]
+        seq = self.table.find(peer, commit.rids[index])
+        if seq is None or seq.generation < generation:
+            self._forget(peer, commit.rids[index])
+            self._refuse_row(peer, commit, index, "unknown")
+            return
+        if seq.generation > generation:
+            self.stats.stale_commits += 1
+            return
+        seq.last_seen = self._clock()
+        if seq.refused is None:
+            unseen = self._unseen_tokens(seq, commit.base_committed_lens[index], ids)
+            if not unseen:
+                self.stats.stale_commits += 1
+                return
+            self._take(seq, commit.round_id, unseen)
+        if seq.refused is not None:
+            self._refuse_row(peer, commit, index, seq.refused)
+
+    def _unseen_tokens(self, seq: Sequence, base: int, ids: list[int]) -> list[int]:
+        if not check_token_ids(ids, self._abilities.vocab_size):
+            raise ProtocolError(
+                rid=seq.rid,
+                base_committed_len=base,
+                expected=f"ids below {self._abilities.vocab_size}",
+                got=(min(ids), max(ids)),
+            )
+        try:
+            return seq.cache.unseen_tokens(base, ids)
+        except ValueError as error:
+            raise ProtocolError(
+                rid=seq.rid, base_committed_len=base, expected="ids that continue ours", got=error
+            ) from error
+
+    def _take(self, seq: Sequence, round_id: int, new_tokens: list[int]) -> None:
+        """The outcome of a round: what is drafted already, and what the row will be answered with."""
+        taken = self.table.take(seq, new_tokens)
+        if taken is None:
+            return
+        seq.round_id = round_id
+        seq.bonus_rank = taken.bonus_rank
+        seq.answer = plan_answer(
+            taken.kind,
+            mode=self._config.mode,
+            backup=self._config.backup,
+            num_steps=seq.limits.num_steps,
+            num_unfed=seq.num_unfed,
+        )
+        grow_chain(seq)
+        if not seq.is_far_behind:
+            self.stats.hits += taken.kind != "miss"
+            self.stats.misses += taken.kind == "miss"
+
+    def _forget(self, peer: bytes, rid: str) -> None:
+        seq = self.table.find(peer, rid)
+        if seq is not None:
+            self.table.close(seq)
+
+    # Replies ------------------------------------------------------------------------------------
+
+    def _refuse_row(
+        self, peer: bytes, commit: VerifyCommit, index: int, served: Served
+    ) -> None:
+        row = ReplyRow(
+            rid=commit.rids[index],
+            generation=commit.generations[index],
+            base_committed_len=commit.base_committed_lens[index] + commit.num_tokens[index],
+            drafts=[],
+            served=served,
+        )
+        self._replies.setdefault((peer, commit.round_id), []).append(row)
+
+    def _answer_ready(self) -> None:
+        """Send what has the drafts that it is to be answered with; one message per commit."""
+        for seq in self.table:
+            if seq.round_id is not None and len(seq.cache.drafts) >= seq.answer.num_drafts:
+                row = ReplyRow(
+                    rid=seq.rid,
+                    generation=seq.generation,
+                    base_committed_len=seq.cache.committed_len,
+                    drafts=seq.cache.drafts if seq.answer.num_drafts else [],
+                    served=seq.answer.served,
+                    bonus_rank=seq.bonus_rank,
+                )
+                self._replies.setdefault((seq.peer, seq.round_id), []).append(row)
+                seq.round_id = None
+        for (peer, round_id), rows in self._replies.items():
+            self._transport.send(peer, _reply(round_id, rows), [_draft_ids(rows)])
+        self._replies.clear()
+
+    # Forwards -----------------------------------------------------------------------------------
+
+    def _next_forward(self) -> Callable[[], None] | None:
+        """The most urgent forward, or None. The order is the module docstring's."""
+        owed = [seq for seq in self.table if seq.round_id is not None]
+        prompts = [seq for seq in self.table if seq.is_far_behind]
+        if prompts and self._slice_is_due(prompts[0], is_owed=bool(owed)):
+            return partial(self._prefill_slice, prompts)
+        if owed:
+            return partial(self._feed, owed, "decode")
+        behind = [seq for seq in self.table if seq.wants_feed and not seq.is_far_behind]
+        if behind:
+            return partial(self._feed, behind, "feed")
+        building = [seq for seq in self.table if seq.wants_branches]
+        if building:
+            return partial(self._build, building)
+        return partial(self._prefill_slice, prompts) if prompts else None
+
+    def _slice_is_due(self, seq: Sequence, *, is_owed: bool) -> bool:
+        patience = (seq.limits.num_steps + 1) * (_PATIENT_FORWARDS if is_owed else 1)
+        return self._forwards_since_slice >= patience
+
+    def _feed(self, seqs: list[Sequence], name: str) -> None:
+        self._forwards_since_slice += 1
+        self._drafting.stats.jit_steps += name == "decode"
+        self._drafting.feed_lines(seqs, [seq.num_unfed for seq in seqs], name=name)
+
+    def _build(self, seqs: list[Sequence]) -> None:
+        self._forwards_since_slice += 1
+        for seq in seqs:
+            if not seq.cache.num_branches:
+                seq.cache.start_branches(seq.limits.fan_out)
+        self._drafting.step_branches([seq for seq in seqs if seq.cache.num_branches])
+        for seq in seqs:
+            steps = seq.cache.num_branch_steps
+            seq.branches_done = steps > seq.limits.num_steps or not seq.cache.num_branches
+
+    def _prefill_slice(self, prompts: list[Sequence]) -> None:
+        self._forwards_since_slice = 0
+        seqs, counts, room = [], [], self._config.prefill_slice_tokens
+        for seq in prompts:
+            if room > 0:
+                seqs.append(seq)
+                counts.append(min(room, seq.num_unfed))
+                room -= counts[-1]
+        self._drafting.stats.prefill_tokens += sum(counts)
+        self._drafting.feed_lines(seqs, counts, name="prefill slice")
+
+    # Time ---------------------------------------------------------------------------------------
+
+    def _wait_s(self, max_wait_s: float) -> float:
+        if self.table.is_empty():
+            return max_wait_s
+        return min(max_wait_s, max(0.0, self._next_expiry - self._clock()))
+
+    def _expire_leases(self) -> None:
+        now = self._clock()
+        if now >= self._next_expiry:
+            self._next_expiry = now + self._config.lease_s / 4
+            self.table.expire(before=now - self._config.lease_s)
+
+
+def _reply(round_id: int, rows: list[ReplyRow]) -> SpeculateReply:
+    return SpeculateReply(
+        round_id=round_id,
+        rids=[row.rid for row in rows],
+        generations=[row.generation for row in rows],
+        base_committed_lens=[row.base_committed_len for row in rows],
+        num_drafts=[len(row.drafts) for row in rows],
+        served=[row.served for row in rows],
+        bonus_ranks=[row.bonus_rank for row in rows],
+    )
+
+
+def _draft_ids(rows: list[ReplyRow]) -> list[int]:
+    return [token for row in rows for token in row.drafts]

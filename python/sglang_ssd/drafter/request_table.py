@@ -1,0 +1,269 @@
+"""Open sequences and their KV slots: who holds which, and what happens when there are no more.
+
+Slot s of the model's KV storage is free, or in exactly one sequence (its line or one of its branches);
+slot 0 is padding. A sequence is admitted, and grows, only if the most that it can hold (committed ids,
+num_steps drafts and all branch steps) fits beside the most that the others can hold, so a slot that is
+asked for is always there. One that does not fit, or passes the context, is refused: it keeps its place in
+the table as a name without slots, until it is closed.
+
+A row of the table is reused; its generation is bumped at every close. Whoever finishes a forward for a
+row asks `holds` first, so a late write to a reused row is a no-op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from sglang_ssd.core.outcome_tree import IntArray
+from sglang_ssd.core.speculation_cache import SpeculationCache, Taken
+from sglang_ssd.drafter.backup import Answer, most_catch_up
+from sglang_ssd.wire.messages import DraftRule
+
+Refused = Literal["full", "context"]
+
+
+class Limits:
+    """What one target's sequences may need, fixed by its num_steps and fan-out ([] in mode sync)."""
+
+    __slots__ = (
+        "branch_slots",
+        "branch_width",
+        "fan_out",
+        "line_width",
+        "max_committed_len",
+        "num_steps",
+        "vocab_size",
+    )
+
+    def __init__(
+        self, *, num_steps: int, fan_out: list[int], context_len: int, vocab_size: int
+    ) -> None:
+        self.num_steps = num_steps
+        self.fan_out = fan_out
+        self.vocab_size = vocab_size
+        self.branch_slots = sum(fan_out) * (num_steps + 1)
+        # Candidates to rank: the draft and the guesses beside it, or all guesses after a chain's end.
+        self.branch_width = max(fan_out, default=0) + 1
+        self.line_width = max(sum(fan_out), self.branch_width)
+        # The deepest token is e_K of a branch at position K: position committed_len + 2 K.
+        deepest = 2 * num_steps if fan_out else num_steps
+        self.max_committed_len = context_len - 1 - deepest
+
+    def most_slots(self, committed_len: int) -> int:
+        return committed_len + self.num_steps + self.branch_slots
+
+
+class Sequence:
+    """One request of one target. `answer` and `round_id` are set while a reply is owed."""
+
+    __slots__ = (
+        "answer",
+        "bonus_rank",
+        "branches_done",
+        "cache",
+        "generation",
+        "last_seen",
+        "limits",
+        "line_slots",
+        "peer",
+        "refused",
+        "reserved",
+        "rid",
+        "round_id",
+        "row",
+        "row_generation",
+        "rule",
+    )
+
+    def __init__(
+        self, *, peer: bytes, rid: str, generation: int, rule: DraftRule, limits: Limits, now: float
+    ) -> None:
+        self.peer = peer
+        self.rid = rid
+        self.generation = generation
+        self.rule = rule
+        self.limits = limits
+        self.last_seen = now
+        self.refused: Refused | None = None
+        self.row = -1
+        self.row_generation = -1
+        self.reserved = 0
+        self.cache = SpeculationCache(num_steps=limits.num_steps, committed_tokens=[0])
+        self.line_slots: IntArray = _NO_SLOTS  # [context] slots of the line, valid up to cache.trunk_len
+        self.round_id: int | None = None
+        self.answer = Answer(num_drafts=0, served="none")
+        self.bonus_rank = -1
+        self.branches_done = False
+
+    @property
+    def key(self) -> tuple[bytes, str]:
+        return self.peer, self.rid
+
+    @property
+    def num_unfed(self) -> int:
+        return len(self.cache.tokens) - self.cache.trunk_len
+
+    @property
+    def is_far_behind(self) -> bool:
+        """A prompt, or what is left of one: fed in slices, and nobody waits for it."""
+        return self.num_unfed > most_catch_up(self.limits.num_steps)
+
+    @property
+    def wants_feed(self) -> bool:
+        """The last draft is fed for the guesses after it, so not in mode sync."""
+        if self.limits.fan_out:
+            return self.num_unfed > 0
+        return self.cache.trunk_len < self.cache.committed_len
+
+    @property
+    def wants_branches(self) -> bool:
+        return bool(self.limits.fan_out) and not self.branches_done and self.num_unfed == 0
+
+
+_NO_SLOTS: IntArray = np.zeros(0, dtype=np.int64)
+
+
+class RequestTable:
+    """Sequences by (peer, rid), rows with generations, and the free list."""
+
+    def __init__(self, *, total_slots: int, max_sequences: int, context_len: int) -> None:
+        self.total_slots = total_slots
+        self.max_sequences = max_sequences
+        self._context_len = context_len
+        self._sequences: dict[tuple[bytes, str], Sequence] = {}
+        self._rows: list[Sequence | None] = [None] * max_sequences
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._row_generations = [0] * max_sequences
+        self._free = np.arange(total_slots, 0, -1, dtype=np.int64)  # stack, top at _num_free - 1
+        self._num_free = total_slots
+        self._reserved = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Sequences that hold a row, oldest first."""
+        return (seq for seq in self._sequences.values() if seq.refused is None)
+
+    @property
+    def num_live(self) -> int:
+        return self.max_sequences - len(self._free_rows)
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._num_free
+
+    def find(self, peer: bytes, rid: str) -> Sequence | None:
+        return self._sequences.get((peer, rid))
+
+    def holds(self, seq: Sequence) -> bool:
+        """Whether results for this opening still have a place."""
+        return seq.row >= 0 and self._row_generations[seq.row] == seq.row_generation
+
+    def open(self, seq: Sequence, tokens: list[int]) -> None:
+        """Take the sequence in, or mark it refused. Its key must be free."""
+        assert seq.key not in self._sequences, "close the older opening first"
+        if len(self._sequences) >= 8 * self.max_sequences:
+            return  # refused names are bounded too; such a row is "unknown" to the target
+        self._sequences[seq.key] = seq
+        seq.refused = self._why_not(seq, len(tokens))
+        if seq.refused is None and not self._free_rows:
+            seq.refused = "full"
+        if seq.refused is not None:
+            return
+        seq.row = self._free_rows.pop()
+        seq.row_generation = self._row_generations[seq.row]
+        self._rows[seq.row] = seq
+        seq.cache = SpeculationCache(num_steps=seq.limits.num_steps, committed_tokens=tokens)
+        seq.line_slots = np.zeros(self._context_len, dtype=np.int64)
+        self._reserve(seq, len(tokens))
+
+    def take(self, seq: Sequence, new_tokens: list[int]) -> Taken | None:
+        """Apply an outcome and re-link slots; None if the sequence has grown too large and is refused."""
+        assert self.holds(seq), "only live sequences take outcomes"
+        taken = seq.cache.take(new_tokens)
+        self.give_back(taken.free_slots)
+        start = taken.relink_position
+        seq.line_slots[start : start + len(taken.relink_slots)] = taken.relink_slots
+        seq.branches_done = False
+        why_not = self._why_not(seq, seq.cache.committed_len)
+        if why_not is not None:
+            self._refuse(seq, why_not)
+            return None
+        self._reserve(seq, seq.cache.committed_len)
+        return taken
+
+    def slots_for(self, count: int) -> IntArray:  # [count]
+        """Slots off the free list; the caller puts them into a sequence before it returns to the loop."""
+        assert count <= self._num_free, "reservations keep enough slots free"
+        self._num_free -= count
+        return self._free[self._num_free : self._num_free + count][::-1].copy()
+
+    def close(self, seq: Sequence) -> None:
+        """Forget the sequence and free what it holds."""
+        del self._sequences[seq.key]
+        self._vacate(seq)
+
+    def expire(self, *, before: float) -> int:
+        """Close every sequence not heard of since `before`."""
+        expired = [seq for seq in self._sequences.values() if seq.last_seen < before]
+        for seq in expired:
+            self.close(seq)
+        return len(expired)
+
+    def close_peer(self, peer: bytes) -> None:
+        for seq in [seq for seq in self._sequences.values() if seq.peer == peer]:
+            self.close(seq)
+
+    def is_empty(self) -> bool:
+        return not self._sequences
+
+    def oldest_seen(self) -> float:
+        return min(seq.last_seen for seq in self._sequences.values())
+
+    def check_partition(self) -> None:
+        """Every slot is in exactly one place, rows mirror caches, reservations add up."""
+        held: list[int] = [0, *self._free[: self._num_free].tolist()]
+        for seq in self:
+            held.extend(seq.cache.all_slots())
+            line = seq.line_slots[: seq.cache.trunk_len].tolist()
+            assert line == seq.cache.slots, f"{seq.rid}: line_slots differ from the cache's"
+            assert len(seq.cache.all_slots()) <= seq.reserved, f"{seq.rid}: holds more than reserved"
+            assert self._rows[seq.row] is seq, f"{seq.rid}: its row belongs to another"
+        assert sorted(held) == list(range(self.total_slots + 1)), "a slot is lost or held twice"
+        assert self._reserved == sum(seq.reserved for seq in self), "reservations do not add up"
+        assert self.num_live == sum(1 for _ in self), "rows leak"
+
+    def _why_not(self, seq: Sequence, committed_len: int) -> Refused | None:
+        if committed_len > seq.limits.max_committed_len:
+            return "context"
+        others = self._reserved - seq.reserved
+        if others + seq.limits.most_slots(committed_len) > self.total_slots:
+            return "full"
+        return None
+
+    def _reserve(self, seq: Sequence, committed_len: int) -> None:
+        need = seq.limits.most_slots(committed_len)
+        self._reserved += need - seq.reserved
+        seq.reserved = need
+
+    def _refuse(self, seq: Sequence, why: Refused) -> None:
+        seq.refused = why
+        self._vacate(seq)
+
+    def _vacate(self, seq: Sequence) -> None:
+        if seq.row < 0:
+            return
+        self.give_back(seq.cache.release())
+        self._reserved -= seq.reserved
+        seq.reserved = 0
+        seq.line_slots = _NO_SLOTS
+        self._rows[seq.row] = None
+        self._row_generations[seq.row] += 1
+        self._free_rows.append(seq.row)
+        seq.row = -1
+
+    def give_back(self, slots: IntArray) -> None:
+        """To the free list; they must be in no sequence."""
+        self._free[self._num_free : self._num_free + len(slots)] = slots
+        self._num_free += len(slots)
