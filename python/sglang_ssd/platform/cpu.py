@@ -1,0 +1,160 @@
+"""The CPU as a platform of SGLang: stock scheduler, cache, server and models on torch alone.
+
+Asked for by SGLANG_PLATFORM=ssd_cpu. SGLang's own CPU engine needs kernels that its default wheel
+does not have, and without it every `if is_cpu` of SGLang falls to Triton; this module supplies what
+that leaves open. SGLang resolves the platform while it imports its arguments, so nothing here may
+import more of it than the platform classes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from torch import Tensor
+
+from sglang_ssd.config import load_config
+from sglang_ssd.platform import affinity
+
+logger = logging.getLogger(__name__)
+
+PLATFORM_NAME = "ssd_cpu"
+PLATFORM_CLASS = f"{__name__}.SsdCpuPlatform"
+
+DEFAULT_MEM_FRACTION = 0.5
+"""SGLang plans with a device of its own; here target, drafter and everything else share the RAM."""
+
+
+class SsdCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """What SGLang asks a platform for, answered for torch on CPU."""
+
+    _enum = PlatformEnum.OOT
+    capabilities = PlatformCapabilities()
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        asked_for = server_args._raw_input
+        if asked_for["attention_backend"] is None:
+            # SGLang has put intel_amx there, whose kernels are not in the default wheel.
+            server_args.attention_backend = PLATFORM_NAME
+        if asked_for["mem_fraction_static"] is None:
+            server_args.mem_fraction_static = DEFAULT_MEM_FRACTION
+        # A polling scheduler would take a core from the drafter, or from another server.
+        server_args.sleep_on_idle = True
+
+    def get_default_attention_backend(self) -> str:
+        return PLATFORM_NAME
+
+    def get_kv_pool_cls(self, *, kind: str) -> type | None:
+        if kind != "mha":
+            return None
+        from sglang_ssd.platform.cpu_kv_pool import CpuMHATokenToKVPool
+
+        return CpuMHATokenToKVPool
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., Tensor]:
+        return extend_cache_locs
+
+    def is_pin_memory_available(self, device: object = None) -> bool:
+        return False
+
+
+def register_attention() -> None:
+    """Make --attention-backend ssd_cpu known, on any platform: it serves every CPU device."""
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    add_attention_backend_choices([PLATFORM_NAME])
+    register_attention_backend(PLATFORM_NAME)(_attention_backend)
+
+
+def _attention_backend(model_runner: Any) -> Any:
+    from sglang_ssd.platform.cpu_attention import CpuAttentionBackend
+
+    return CpuAttentionBackend(model_runner)
+
+
+def is_selected() -> bool:
+    return os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
+
+
+def register_hooks() -> None:
+    """What has no seam in SGLang's platform interface; called by the plugin on this platform."""
+    affinity.lent_cores()
+    HookRegistry.register(
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+        assign_req_to_token,
+        HookType.REPLACE,
+    )
+    HookRegistry.register(
+        "sglang.srt.utils.numa_utils.init_threads_binding", bind_rank, HookType.AROUND
+    )
+
+
+def extend_cache_locs(
+    *,
+    req_pool_indices: Tensor,  # [B] int64
+    req_to_token: Tensor,  # [rows, columns] int32
+    start_offset: Tensor,  # [B] int64
+    end_offset: Tensor,  # [B] int64, start_offset + draft_token_num
+    batch_size: int,
+    draft_token_num: int,
+    device: torch.device | str,
+) -> Tensor:  # [B * draft_token_num] int64
+    """The slots of columns [start, end) of every row."""
+    columns = start_offset[:, None] + torch.arange(draft_token_num, device=device)
+    return req_to_token[req_pool_indices[:, None], columns].flatten().to(torch.int64)
+
+
+def assign_req_to_token(
+    req_pool_indices: Tensor,  # [B] int64
+    req_to_token: Tensor,  # [rows, columns] int32, written in place
+    start_offset: Tensor,  # [B] int64
+    end_offset: Tensor,  # [B] int64
+    out_cache_loc: Tensor,  # [sum(end - start)] int64
+    batch_size: int,
+) -> None:
+    """Write newly reserved slots to columns [start, end) of every row."""
+    lens = end_offset - start_offset
+    rows = req_pool_indices.repeat_interleave(lens)
+    first_column = (start_offset - (lens.cumsum(0) - lens)).repeat_interleave(lens)
+    columns = first_column + torch.arange(rows.numel(), device=rows.device)
+    req_to_token[rows, columns] = out_cache_loc.to(req_to_token.dtype)
+
+
+def bind_rank(original: Callable[..., str], *, numa_index: int, world_size: int) -> str:
+    """Pin this TP rank: to SGLANG_CPU_OMP_THREADS_BIND if given, else to the target's cores.
+
+    SGLang's own binding wants one NUMA node per rank unless that variable names cores for each.
+    """
+    if os.environ.get("SGLANG_CPU_OMP_THREADS_BIND", "all") != "all":
+        text = original(numa_index=numa_index, world_size=world_size)
+        cores, num_sharers = affinity.parse_cores(text), 1
+    else:
+        cores, num_sharers = _target_cores(), world_size
+    num_threads = affinity.pin_process(cores, num_sharers=num_sharers)
+    shown = affinity.format_cores(cores)
+    logger.info(
+        "SSD: target rank %d of %d on cores %s with %d threads (this server may use cores %s)",
+        numa_index,
+        world_size,
+        shown,
+        num_threads,
+        affinity.format_cores(affinity.lent_cores()),
+    )
+    return shown
+
+
+def _target_cores() -> tuple[int, ...]:
+    from sglang.srt.runtime_context import get_spec
+
+    config = load_config()
+    speculates = get_spec().speculative_algorithm == "SSD" and config.mode != "off"
+    split = affinity.split_cores(config, affinity.lent_cores(), drafter_beside=speculates)
+    return split.target

@@ -1,0 +1,42 @@
+"""The entry points that SGLang finds in every process: the plugin and the CPU platform.
+
+SGLang only logs what a plugin raises, so `register` always registers the algorithm and leaves every
+refusal to the algorithm's validation, which runs when the server's arguments are resolved.
+"""
+
+from __future__ import annotations
+
+import os
+
+_registered = False
+
+
+def activate_cpu_platform() -> str | None:
+    """The platform's class if SGLANG_PLATFORM asks for it; None leaves a GPU machine alone."""
+    if os.environ.get("SGLANG_PLATFORM") != "ssd_cpu":
+        return None
+    from sglang_ssd.platform import cpu
+
+    return cpu.PLATFORM_CLASS
+
+
+def register() -> None:
+    """Make the algorithm, the attention backend and every hook known; safe to call again."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    from sglang_ssd import compat
+    from sglang_ssd.platform import cpu
+    from sglang_ssd.target import algorithm
+
+    algorithm.register()
+    cpu.register_attention()
+    if compat.version_reasons():
+        return
+    from sglang_ssd.target import hooks
+
+    algorithm.register_hooks()
+    hooks.register_hooks()
+    if cpu.is_selected():
+        cpu.register_hooks()

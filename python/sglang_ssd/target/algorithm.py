@@ -1,0 +1,217 @@
+"""The speculative algorithm SSD as SGLang registers it: what it is, its defaults and its refusals.
+
+Validation runs while the server's arguments are resolved, before any weights load, and reports
+every reason at once. What SGLang's own checks refuse earlier keeps SGLang's message.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from sglang_ssd import compat
+from sglang_ssd.config import SsdConfig, load_config
+from sglang_ssd.config import validate as config_reasons
+from sglang_ssd.platform import affinity
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.server_args import ServerArgs
+
+ALGORITHM = "SSD"
+DEFAULT_NUM_STEPS = 4
+MAX_NUM_STEPS = 16
+
+HONOURED_FLAGS = frozenset(
+    {
+        "speculative_algorithm",
+        "speculative_draft_model_path",
+        "speculative_draft_model_revision",
+        "speculative_draft_load_format",
+        "speculative_draft_model_quantization",
+        "speculative_num_steps",
+        "speculative_eagle_topk",
+        "speculative_num_draft_tokens",
+    }
+)
+"""SGLang's speculative flags that mean something here; the others belong to other algorithms."""
+
+ALLOWED_VALUES: dict[str, tuple[object, str]] = {
+    "page_size": (1, "must be 1"),
+    "pp_size": (1, "must be 1"),
+    "dp_size": (1, "must be 1"),
+    "enable_dp_attention": (False, "must be left out"),
+    "enable_lora": (False, "must be left out"),
+    "enable_mixed_chunk": (False, "must be left out"),
+    "disaggregation_mode": ("null", "must be null"),
+    "tokenizer_worker_num": (1, "must be 1"),
+}
+"""Settings of SGLang that SSD serves with one value only."""
+
+
+class SsdAlgorithm(CustomSpecAlgo):
+    """Adds what SGLang's scheduler asks of every algorithm but its base for plugins lacks."""
+
+    def carries_draft_hidden_states(self) -> bool:
+        return False
+
+    def need_topk(self) -> bool:
+        return False
+
+    def has_draft_kv(self) -> bool:
+        # The drafter's KV lives in the drafter.
+        return False
+
+    def create_future_map(
+        self,
+        device: torch.device,
+        req_to_token_pool: ReqToTokenPool,
+        needs_cpu_seq_lens: bool = True,
+        needs_confidence_relay: bool = False,
+    ) -> FutureMap:
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(
+            device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay
+        )
+
+    def handle_server_args(self, server_args: ServerArgs) -> None:
+        num_steps = _num_steps(server_args)
+        server_args.speculative_num_steps = num_steps
+        server_args.speculative_eagle_topk = 1
+        server_args.speculative_num_draft_tokens = num_steps + 1
+
+
+def register() -> None:
+    """Make --speculative-algorithm SSD known to SGLang."""
+    SpeculativeAlgorithm.register(
+        ALGORITHM,
+        supports_overlap=True,
+        spec_class=SsdAlgorithm,
+        validate_server_args=validate_server_args,
+    )(_worker_class)
+
+
+def register_hooks() -> None:
+    HookRegistry.register(
+        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+        widen_request_rows,
+        HookType.AFTER,
+    )
+
+
+def widen_request_rows(extra_columns: int) -> int:
+    """Room behind the context for everything that a decode reserves: 2 * (K + 1) slots.
+
+    SGLang's own K + 5 columns are fewer from K = 8 on; at the context's end the reserve would run
+    into the row of the next request.
+    """
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+    from sglang.srt.runtime_context import get_spec
+
+    if get_spec().speculative_algorithm != ALGORITHM:
+        return extra_columns
+    return max(extra_columns, get_alloc_reserve_per_decode())
+
+
+def validate_server_args(server_args: ServerArgs) -> None:
+    """ValueError with every reason why these settings cannot be served."""
+    reasons = compat.reasons() or setting_reasons(server_args)
+    if reasons:
+        lines = "\n  ".join(reasons)
+        raise ValueError(f"--speculative-algorithm {ALGORITHM} cannot start:\n  {lines}")
+
+
+def setting_reasons(server_args: ServerArgs) -> list[str]:
+    """Reasons against flags and config together; SGLang's fields are read as resolved so far."""
+    reasons = _step_reasons(server_args) + _value_reasons(server_args)
+    reasons += _foreign_flag_reasons(server_args)
+    try:
+        config = load_config()
+    except ValueError as error:
+        return [*reasons, str(error)]
+    reasons += config_reasons(config, _num_steps(server_args))
+    reasons += affinity.core_reasons(config, affinity.lent_cores())
+    return reasons + _model_reasons(server_args, config)
+
+
+def _num_steps(server_args: ServerArgs) -> int:
+    given: int | None = server_args.speculative_num_steps
+    return DEFAULT_NUM_STEPS if given is None else given
+
+
+def _step_reasons(server_args: ServerArgs) -> list[str]:
+    reasons = []
+    num_steps = _num_steps(server_args)
+    if not 1 <= num_steps <= MAX_NUM_STEPS:
+        reasons.append(f"--speculative-num-steps {num_steps}: must be 1 to {MAX_NUM_STEPS}")
+    if server_args.speculative_eagle_topk not in (None, 1):
+        topk = server_args.speculative_eagle_topk
+        reasons.append(f"--speculative-eagle-topk {topk}: must be 1 or left out")
+    if server_args.speculative_num_draft_tokens not in (None, num_steps + 1):
+        width = server_args.speculative_num_draft_tokens
+        reasons.append(
+            f"--speculative-num-draft-tokens {width}: must be {num_steps + 1} "
+            "(--speculative-num-steps + 1) or left out"
+        )
+    return reasons
+
+
+def _value_reasons(server_args: ServerArgs) -> list[str]:
+    reasons = []
+    for field, (allowed, words) in ALLOWED_VALUES.items():
+        value = getattr(server_args, field)
+        # None and False both mean "not asked for".
+        if value != allowed and not (value is None and not allowed):
+            reasons.append(f"{_flag(field)} {value}: {words}")
+    return reasons
+
+
+def _foreign_flag_reasons(server_args: ServerArgs) -> list[str]:
+    from sglang.srt.arg_groups.fields.spec import Spec
+
+    asked_for: dict[str, Any] = server_args._raw_input
+    reasons = []
+    for field in msgspec.structs.fields(Spec):
+        if field.name in HONOURED_FLAGS or field.name.startswith("_"):
+            continue
+        value = asked_for[field.name]
+        if value != field.default:
+            reasons.append(
+                f"{_flag(field.name)} {value}: belongs to other algorithms; must be left out"
+            )
+    return reasons
+
+
+def _model_reasons(server_args: ServerArgs, config: SsdConfig) -> list[str]:
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    reasons = []
+    starts_drafter = config.mode != "off" and config.endpoint is None
+    if starts_drafter and server_args.speculative_draft_model_path is None:
+        reasons.append(
+            "--speculative-draft-model-path: missing; name a draft model with the target's "
+            "vocabulary, or --ssd-endpoint of a running drafter, or --ssd-mode off"
+        )
+    if model_config_of(server_args).is_multimodal:
+        reasons.append(
+            f"--model-path {server_args.model_path}: a multimodal model; must be text only"
+        )
+    return reasons
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _worker_class(server_args: ServerArgs) -> type:
+    # The worker module needs the whole scheduler; only scheduler processes come here.
+    from sglang_ssd.target.worker import SSDWorker
+
+    return SSDWorker
