@@ -1,1 +1,1 @@
-"""Device kernels of sglang-ssd: each op is a checked wrapper, a Triton body and a torch reference of one signature."""
+"""Kernels of sglang-ssd: each op is a checked wrapper, a Triton body and a torch reference."""

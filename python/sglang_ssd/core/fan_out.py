@@ -59,8 +59,8 @@ def geometric_fan_out(
 ) -> list[int]:
     """Theorem 12: least miss probability when a position with F guesses misses with F ** -exponent.
 
-    Real counts are F_0 * b ** j with b = a ** (1 / (1 + r)), the last one times (1 - a) ** (-1 / (1 +
-    r)); they are rounded by largest remainder, so that the sum stays num_branches.
+    Real counts are F_0 * b ** j with b = a ** (1 / (1 + r)), the last one times
+    (1 - a) ** (-1 / (1 + r)); rounding by largest remainder keeps the sum at num_branches.
     """
     root = 1.0 / (1.0 + power_law_exponent)
     weights = [acceptance_rate ** (position * root) for position in range(num_steps + 1)]

@@ -10,8 +10,8 @@
 
 Invariant: slot i holds the KV of tokens[0..i], and tokens[:committed_len] are the target's own.
 Every slot handed in is in exactly one place (the line or one branch) until `take` or `release`
-gives it back. Pure state: no device, no allocator, no SGLang. The owner copies `Taken.relink_slots` into
-its table.
+gives it back. Pure state: no device, no allocator, no SGLang. The owner copies `Taken.relink_slots`
+into its table.
 
 How a round uses it, in order:
     cache.take(new_tokens)              outcome in; on a hit the drafts are ready: reply

@@ -1,0 +1,158 @@
+"""Sampling with noise that target and drafter share: the token after the context token at position
+i is argmax over v of log p(v) + g(seed, i, v), with g Gumbel noise from a hash of (seed, i, v).
+
+That is an exact sample of p, it does not depend on drafts, and the drafter, which knows seed and
+position, drafts and guesses by the same rule. The noise is SGLang's own (`layers/sampler.py:
+multinomial_with_seed`), always keyed by the token id, whatever filters p.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from sglang_ssd.core.outcome_tree import IntArray
+from sglang_ssd_kernels.reference import murmur_hash32, murmur_hash32_all
+
+MAX_NOISE = 32 * math.log(2)
+"""The hash has 32 bits, so no noise is larger (22.18)."""
+
+FILTERED_GUESS_PENALTY = 2.0
+"""Nats by which the drafter ranks a token lower that its own filtered distribution leaves out: the
+target's filter may well keep it. Measured as better than dropping it."""
+
+_MAX_HASH = 2**32 - 1
+_HEAD = 256  # tokens whose noise is always evaluated
+_ROUNDING = 1e-4  # nats, far above the float64 error of a noise near its maximum (5e-7)
+
+
+class SamplingRule(Protocol):
+    """How the target will choose a request's tokens (wire.messages.DraftRule)."""
+
+    @property
+    def temperature(self) -> float: ...  # 0 is greedy
+    @property
+    def top_k(self) -> int: ...  # below 1 is off
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def request_seed(*, base_seed: int, rid: str) -> int:
+    """Seed of a request that brings none: the same on every rank and after a retraction."""
+    return _hash64(f"request {base_seed} {rid}")
+
+
+def next_copy_seed(seed: int) -> int:
+    """Seed of the next of a request's n > 1 copies; the first has the request's own."""
+    return _hash64(f"copy {seed}")
+
+
+def gumbel_noise(
+    seeds: torch.Tensor,  # [R] int64
+    positions: torch.Tensor,  # [R] int64, of the last context token
+    token_ids: torch.Tensor,  # [R, M] or [1, M] int64
+) -> torch.Tensor:  # [R, M] float64
+    """Standard Gumbel noise of every (seed, position, token)."""
+    hashes = murmur_hash32(seeds, positions, token_ids).to(torch.int64) & _MAX_HASH
+    minus_log = hashes.to(torch.float64).div_(_MAX_HASH).log_()
+    minus_log.clamp_(min=torch.finfo(torch.float64).min, max=-(2.0**-32)).neg_()
+    return minus_log.log_().neg_()
+
+
+def coupled_sample(
+    logprobs: torch.Tensor,  # [R, V] float, -inf where a token is ruled out; need not be normalised
+    *,
+    seeds: torch.Tensor,  # [R] int64
+    positions: torch.Tensor,  # [R] int64, of the last context token
+) -> torch.Tensor:  # [R] int64
+    """One exact sample per row; of equal maxima the lowest token id."""
+    if logprobs.device.type != "cpu":
+        all_ids = torch.arange(logprobs.shape[1], device=logprobs.device)[None, :]
+        return (logprobs + gumbel_noise(seeds, positions, all_ids)).argmax(dim=-1)
+    rows = [
+        _sample_row(row, seeds[index : index + 1], positions[index : index + 1])
+        for index, row in enumerate(logprobs)
+    ]
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def rank_candidates(
+    logits: torch.Tensor,  # [R, V] float
+    rules: Sequence[SamplingRule],  # R
+    positions: Sequence[int],  # R, of the token that was fed
+    num_candidates: int,
+    *,
+    top_m: int = 512,
+) -> IntArray:  # [R, min(num_candidates, V)] int64
+    """The drafter's best next tokens, best first: the draft, then the guesses.
+
+    Greedy rows rank by logit. Sampled rows rank by log q + noise among their top_m logits, with q
+    after temperature and the row's filters.
+    """
+    num_candidates = min(num_candidates, logits.shape[1])
+    if all(rule.temperature <= 0 for rule in rules):
+        return logits.topk(num_candidates, dim=-1).indices.cpu().numpy()
+    top = logits.topk(min(max(top_m, num_candidates), logits.shape[1]), dim=-1)
+    scores = _draft_scores(top.values, top.indices, rules, positions)
+    best = scores.topk(num_candidates, dim=-1).indices
+    return top.indices.gather(1, best).cpu().numpy()
+
+
+def _sample_row(
+    logprobs: torch.Tensor,  # [V]
+    seed: torch.Tensor,  # [1]
+    position: torch.Tensor,  # [1]
+) -> int:
+    """argmax of logprobs + noise, evaluating only tokens that can still win.
+
+    After the likeliest _HEAD tokens reach `best`, any other must make up for its logprob with noise
+    of at least `need`, that is, with a hash of at least `min_hash`.
+    """
+    head = logprobs.topk(min(_HEAD, logprobs.shape[0]))
+    ids = head.indices
+    scores = head.values + gumbel_noise(seed, position, ids[None, :])[0]
+    need = float(scores.max() - head.values[-1]) - _ROUNDING
+    if len(ids) < len(logprobs) and need <= MAX_NOISE:
+        min_hash = max(0, int(_MAX_HASH * math.exp(-math.exp(-need))) - 1)
+        hashes = murmur_hash32_all(seed, position, len(logprobs))[0].numpy().view(np.uint32)
+        ids = torch.cat([ids, torch.from_numpy(np.flatnonzero(hashes >= min_hash))])
+        scores = logprobs[ids] + gumbel_noise(seed, position, ids[None, :])[0]
+    return int(ids[scores == scores.max()].min())
+
+
+def _draft_scores(
+    top_logits: torch.Tensor,  # [R, M] float, best first
+    token_ids: torch.Tensor,  # [R, M] int64
+    rules: Sequence[SamplingRule],
+    positions: Sequence[int],
+) -> torch.Tensor:  # [R, M] float64
+    device = top_logits.device
+    columns = [(r.temperature, float(r.top_k), r.top_p, r.min_p) for r in rules]
+    table = torch.tensor(columns, dtype=torch.float64, device=device)
+    temperatures, top_ks, top_ps, min_ps = table.T[:, :, None]  # [R, 1] each
+    seeds = torch.tensor([r.seed for r in rules], dtype=torch.int64, device=device)
+    at = torch.tensor(list(positions), dtype=torch.int64, device=device)
+
+    logits = top_logits.to(torch.float64)
+    sampled = temperatures > 0
+    probs = torch.softmax(logits / temperatures.where(sampled, 1.0), dim=-1)
+    ranks = torch.arange(logits.shape[1], device=device)
+    left_out = (top_ks > 0) & (ranks >= top_ks)
+    left_out |= probs.cumsum(dim=-1) - probs > top_ps
+    left_out |= probs < min_ps * probs[:, :1]
+    noisy = probs.log() + gumbel_noise(seeds, at, token_ids) - FILTERED_GUESS_PENALTY * left_out
+    return torch.where(sampled, noisy, logits)
+
+
+def _hash64(text: str) -> int:
+    """63 bits: SGLang takes seeds of the int64 range."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
