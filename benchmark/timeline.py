@@ -1,8 +1,8 @@
 """A trace read back: spans of both processes, rounds, and how much drafting lies under a verify.
 
 The file is what `--ssd-trace` writes (sglang_ssd/trace.py): one event a line, times in microseconds
-of CLOCK_MONOTONIC. A round runs from one verify's start to the next one's; a round with a prefill in
-it is none, for then the target did something else as well.
+of CLOCK_MONOTONIC. A round runs from one verify's start to the next one's; a round with a prefill
+in it is none, for then the target did something else as well.
 
     target    | verify ......... | accept | host | wait for drafts | verify
     drafter     branch step, branch step, ...      decode
