@@ -56,7 +56,7 @@ def fail(sentence: str) -> NoReturn:
 class Progress:
     """One status line: rewritten in place on a terminal, elsewhere printed every few seconds."""
 
-    QUIET_S = 10.0
+    QUIET_S = 15.0
     on_terminal = sys.stdout.isatty()
     _line_is_open = False
 
@@ -103,7 +103,10 @@ def _install(python: Path) -> None:
         run_pip(python, ["install", "--upgrade", "pip>=25.2"], stage="pip")
     project = f"{ROOT}[test,bench]"
     constraints = str(ROOT / "constraints.txt")
-    run_pip(python, ["install", "-c", constraints, "-e", project], stage="environment")
+    _drop_half_installed()
+    # Compiling all modules would double the time; Python compiles the few that are imported.
+    arguments = ["install", "--no-compile", "-c", constraints, "-e", project]
+    run_pip(python, arguments, stage="environment")
     _write_stamp(python)
 
 
@@ -123,6 +126,13 @@ def _make_venv(python: Path) -> None:
     )
     if done.returncode != 0:
         fail(failure_sentence(done.stdout + done.stderr, what=f"making the environment in {VENV}"))
+
+
+def _drop_half_installed() -> None:
+    """Make pip install again what an interruption left half unpacked: RECORD is written last."""
+    for metadata in VENV.glob("lib/python*/site-packages/*.dist-info"):
+        if not (metadata / "RECORD").exists():
+            shutil.rmtree(metadata)
 
 
 def _suits(python: Path) -> bool:
