@@ -8,9 +8,11 @@ safe (messages.py). Malformed input is counted and dropped; it never reaches the
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket as socketlib
+import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +37,7 @@ HIGH_WATER_MARK = 1024
 
 _MAX_PER_RECEIVE = 256  # so that one peer's flood cannot keep the owner from its own work
 _IPC = "ipc://"
+_DIRECTORY_PREFIX = "sglang-ssd-"
 _MAX_IPC_PATH = 103  # sockaddr_un.sun_path holds 104 bytes on the tightest system
 _LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
@@ -137,7 +140,11 @@ class DrafterSocket:
             return
         self._context.destroy(linger=0)
         if self.endpoint.startswith(_IPC):  # libzmq leaves the file
-            Path(self.endpoint.removeprefix(_IPC)).unlink(missing_ok=True)
+            path = Path(self.endpoint.removeprefix(_IPC))
+            path.unlink(missing_ok=True)
+            if path.parent.name.startswith(_DIRECTORY_PREFIX):
+                with contextlib.suppress(OSError):  # not empty, or its maker removed it
+                    path.parent.rmdir()
 
 
 def validate_endpoint(endpoint: str) -> str:
@@ -158,6 +165,14 @@ def _refuse_taken_path(endpoint: str) -> None:
     with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
         if probe.connect_ex(endpoint.removeprefix(_IPC)) == 0:
             raise ValueError(f"endpoint {endpoint}: another process listens there")
+
+
+def unique_ipc_endpoint() -> str:
+    """A fresh ipc:// endpoint in a new directory that only this user may enter (mode 0700).
+
+    The DrafterSocket that binds it removes both at close.
+    """
+    return f"{_IPC}{tempfile.mkdtemp(prefix=f'{_DIRECTORY_PREFIX}{os.getpid()}-')}/drafter"
 
 
 def _refusal(endpoint: str) -> str | None:
