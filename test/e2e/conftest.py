@@ -1,0 +1,105 @@
+"""Fixtures of the end-to-end tests: the checkpoints, the servers, and the figures of a run.
+
+Servers are shared: a test asks the pool for a spec and gets the running server if there is one.
+The reference servers have pools of their own, so that a switch
+of the server under test leaves them alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.checkpoints import DrafterKind, find_target, make_drafter
+from harness.reference import Reference
+from harness.server import ServerPool, ServerSpec
+from harness.size import Size, chosen_size
+
+pytest.importorskip("sglang", reason="the end-to-end tests need sglang")
+
+FIGURES_ENV = "SSD_E2E_FIGURES"
+"""Environment variable: path of a JSON file that receives the figures of the run."""
+
+Figures = dict[str, Any]
+SpecFor = Callable[..., ServerSpec]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.sglang)
+            item.add_marker(pytest.mark.model)
+
+
+@pytest.fixture(scope="session")
+def size() -> Size:
+    return chosen_size()
+
+
+@pytest.fixture(scope="session")
+def target() -> Path:
+    found = find_target()
+    if found is None:
+        pytest.skip("no checkpoint: run ./run-tests once, or name one in SSD_TEST_MODEL")
+    return found
+
+
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    """The servers under test."""
+    servers = ServerPool(tmp_path_factory.mktemp("servers"))
+    yield servers
+    servers.stop_all()
+
+
+@pytest.fixture(scope="session")
+def reference_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    """The servers whose answers are right by definition."""
+    servers = ServerPool(tmp_path_factory.mktemp("references"))
+    yield servers
+    servers.stop_all()
+
+
+@pytest.fixture(scope="session")
+def spec_for(target: Path) -> SpecFor:
+    """Spec of a server with SSD by drafter kind; other arguments as in ServerSpec."""
+
+    def make(kind: DrafterKind, **fields: Any) -> ServerSpec:
+        drafter = make_drafter(kind, target)
+        return ServerSpec(model=str(target), drafter=str(drafter), **fields)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(target: Path, reference_pool: ServerPool) -> Reference:
+    """The server without speculation: our launcher, without overlap (penalties lag under it)."""
+    spec = ServerSpec(model=str(target), flags=("--disable-overlap-schedule",))
+    return Reference(reference_pool, spec)
+
+
+@pytest.fixture(scope="session")
+def drafts_off(target: Path, reference_pool: ServerPool) -> Reference:
+    """The server that samples by shared noise but has no drafter."""
+    spec = ServerSpec(model=str(target), drafter=str(target), settings=(("mode", "off"),))
+    return Reference(reference_pool, spec)
+
+
+@pytest.fixture(scope="session")
+def all_figures() -> Iterator[dict[str, Figures]]:
+    figures: dict[str, Figures] = {}
+    yield figures
+    if os.environ.get(FIGURES_ENV):
+        Path(os.environ[FIGURES_ENV]).write_text(json.dumps(figures, indent=2))
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest, all_figures: dict[str, Figures]) -> Figures:
+    """What this test measured; printed by the acceptance run."""
+    return all_figures.setdefault(request.node.name, {})

@@ -1,0 +1,78 @@
+"""The ways to start that other tests do not use: Engine, our launcher without the algorithm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import requests as http
+
+from harness.client import Request, generate
+from harness.prompts import load_prompts
+from harness.reference import Reference
+
+ENGINE_PROGRAM = """
+import json, sys
+import sglang
+
+if __name__ == "__main__":
+    prompts, options = json.loads(sys.argv[1])
+    engine = sglang.Engine(**options)
+    answers = engine.generate(
+        input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": 24}
+    )
+    state = engine.get_server_info()["internal_states"][0]["ssd"]
+    print("RESULT" + json.dumps({"answers": answers, "ssd": state}), flush=True)
+    engine.shutdown()
+"""
+
+
+def test_engine(target: Path, reference: Reference, tmp_path: Path) -> None:
+    """Red when the plugin relies on a server's command line, or an Engine hangs at its end."""
+    prompts = [prompt.input_ids for prompt in load_prompts(str(target), 4)]
+    options = {
+        "model_path": str(target),
+        "device": "cpu",
+        "dtype": "float32",
+        "context_length": 2048,
+        "max_total_tokens": 4096,
+        "speculative_algorithm": "SSD",
+        "speculative_num_steps": 3,
+        "speculative_draft_model_path": str(target),
+        "log_level": "info",
+    }
+    program = tmp_path / "program.py"
+    program.write_text(ENGINE_PROGRAM)
+    run = subprocess.run(
+        [sys.executable, str(program), json.dumps([prompts, options])],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env={
+            **os.environ,
+            "SGLANG_PLATFORM": "ssd_cpu",
+            "SGLANG_SSD_CONFIG": json.dumps({"drafter_dtype": "float32"}),
+        },
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
+    result = json.loads(line.removeprefix("RESULT"))
+    expected = reference.answers([Request(ids, {"max_new_tokens": 24}) for ids in prompts])
+    assert [a["output_ids"] for a in result["answers"]] == [a.output_ids for a in expected]
+    assert result["ssd"]["correct_drafts"] > 0
+
+
+def test_launcher_without_the_algorithm_is_a_plain_server(reference: Reference) -> None:
+    """Red when our launcher speculates, or starts a drafter, without being asked to."""
+    server = reference.server
+    assert server.spec.entry == "launcher"
+    assert not [p for p in server.family() if "sglang_ssd.drafter" in p.cmdline()]
+    info: Any = http.get(f"{server.url}/server_info", timeout=30).json()
+    assert info["speculative_algorithm"] is None
+    assert "ssd" not in info["internal_states"][0]
+    assert generate(server.url, Request("Hello", {"max_new_tokens": 4})).num_correct_drafts == 0

@@ -1,0 +1,165 @@
+"""A drafter that dies, freezes or never comes up costs speed and nothing else."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests as http
+
+from harness.checkpoints import make_broken, make_short_context
+from harness.client import Request, generate_all, stream
+from harness.prompts import load_prompts
+from harness.reference import Reference, assert_same
+from harness.rounds import RoundCounter
+from harness.server import Server, ServerPool, ServerSpec
+
+DEADLINE_S = 0.5
+SETTINGS = (("reply_deadline_ms", 1000 * DEADLINE_S),)
+NUM_TOKENS = 60
+
+
+def _requests(server: Server, num: int = 2) -> list[Request]:
+    prompts = load_prompts(server.spec.model, 8)
+    chosen = [prompts[1], prompts[3], prompts[0], prompts[6]][:num]
+    params = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    return [Request(prompt.input_ids, params) for prompt in chosen]
+
+
+def _slowest_step(server: Server, case: Request) -> float:
+    """The longest gap of a stream with nothing wrong: what one step may take here and now."""
+    return stream(server.url, case).longest_gap
+
+
+@pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL], ids=lambda blow: blow.name)
+def test_a_drafter_that_is_struck_in_mid_stream(
+    blow: signal.Signals,
+    pool: ServerPool,
+    reference: Reference,
+    spec_for: Any,
+    figures: dict[str, Any],
+) -> None:
+    """Red when a wait has no deadline, output changes, or health depends on the drafter."""
+    server = pool.take(spec_for("self", settings=SETTINGS))
+    try:
+        cases = _requests(server)
+        step = _slowest_step(server, cases[0])
+        drafter = server.drafter_process()
+
+        def strike(num_chunks: int) -> None:
+            if num_chunks == 4:
+                drafter.send_signal(blow)
+
+        with ThreadPoolExecutor(2) as clients:
+            other = clients.submit(stream, server.url, cases[1])
+            struck = stream(server.url, cases[0], on_chunk=strike)
+            answers = [struck.answer, other.result().answer]
+        assert_same(reference, cases, answers)
+        gap = max(struck.longest_gap, other.result().longest_gap)
+        figures.update(longest_gap_s=round(gap, 3), step_s=round(step, 3), deadline_s=DEADLINE_S)
+        # A step is slower beside the other stream; a second wait would add 0.5 s.
+        assert gap <= DEADLINE_S + 2 * step + 0.1
+        _assert_serves_on(server, reference)
+        assert server.ssd()["degraded"]
+        assert server.log_text().count("affected requests decode plainly meanwhile") == 1
+        if blow is signal.SIGSTOP:
+            drafter.send_signal(signal.SIGCONT)
+            _assert_drafts_again(server, reference)
+    finally:
+        server.stop()
+
+
+def _assert_serves_on(server: Server, reference: Reference) -> None:
+    for path in ("health", "health_generate"):
+        start = time.monotonic()
+        assert http.get(f"{server.url}/{path}", timeout=10).status_code == 200
+        assert time.monotonic() - start < 2
+    cases = _requests(server, 4)
+    with ThreadPoolExecutor(1) as clients:
+        under_load = clients.submit(generate_all, server.url, cases)
+        time.sleep(0.3)
+        assert http.get(f"{server.url}/health", timeout=10).status_code == 200
+        assert_same(reference, cases, under_load.result())
+
+
+def _assert_drafts_again(server: Server, reference: Reference) -> None:
+    cases = _requests(server, 4)
+    generate_all(server.url, cases)
+    counter = RoundCounter(server)
+    assert_same(reference, cases, generate_all(server.url, cases))
+    assert counter.since().on_time_rate > 0.9
+    assert not server.ssd()["degraded"]
+
+
+def test_a_short_deadline_costs_drafts_only(
+    pool: ServerPool, reference: Reference, spec_for: Any, figures: dict[str, Any]
+) -> None:
+    """Red when a late reply is taken for the round after the one it was drafted for."""
+    spec = spec_for("noisy", settings=(("reply_deadline_ms", 5),))
+    server = pool.get(spec)
+    cases = [
+        Request(prompt.input_ids, {"max_new_tokens": 32})
+        for prompt in load_prompts(server.spec.model, 8)
+    ]
+    counter = RoundCounter(server)
+    assert_same(reference, cases, generate_all(server.url, cases))
+    figures.update(counter.since().summary())
+    assert counter.since().late_rows > 0
+
+
+def test_past_the_drafters_context(
+    target: Path, pool: ServerPool, reference: Reference, spec_for: Any
+) -> None:
+    """Red when the drafter drafts beyond its context, or refuses a target with a longer one."""
+    short = make_short_context(target, 96)
+    spec = ServerSpec(model=str(target), drafter=str(short))
+    server = pool.get(spec)
+    assert "shorter than the target's" in server.log_text()
+    cases = [
+        Request(prompt.input_ids, {"max_new_tokens": 80, "ignore_eos": True})
+        for prompt in load_prompts(server.spec.model, 4)
+    ]
+    answers = generate_all(server.url, cases)
+    assert_same(reference, cases, answers)
+    assert all(answer.num_correct_drafts > 0 for answer in answers)
+    assert server.ssd()["served"].get("context", 0) >= 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("vocabulary", "1500"),
+        ("missing", "safetensors"),
+        ("truncated", "model.safetensors"),
+    ],
+)
+def test_a_drafter_that_cannot_serve_stops_the_start(
+    change: Any, reason: str, target: Path, pool: ServerPool
+) -> None:
+    """Red when a wrong or broken draft checkpoint is noticed late, or without its reason."""
+    drafter = make_broken(target, change)
+    server = pool.start(ServerSpec(model=str(target), drafter=str(drafter)))
+    try:
+        assert server.wait(limit_s=240) != 0
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still starting:\n{server.log_tail()}")
+    finally:
+        server.stop(signal.SIGKILL)
+    assert "the SSD drafter" in server.log_text()
+    assert reason in server.log_text()
+
+
+def test_a_drafter_that_never_comes_up(target: Path, pool: ServerPool) -> None:
+    """Red when a server waits for a drafter without end, or does not say for what it waited."""
+    settings = (("endpoint", "ipc:///tmp/sglang-ssd-nobody-listens-here"), ("start_timeout_s", 3))
+    server = pool.start(ServerSpec(model=str(target), drafter=str(target), settings=settings))
+    try:
+        assert server.wait(limit_s=240) != 0
+    finally:
+        server.stop(signal.SIGKILL)
+    assert "--ssd-start-timeout-s 3" in server.log_text()

@@ -1,0 +1,59 @@
+"""Greedy output is the target's own, whatever the drafter is worth.
+
+Each drafter serves through another way to start a server, so that those are run end to end too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.checkpoints import DrafterKind
+from harness.client import Request, generate_all
+from harness.prompts import load_prompts
+from harness.reference import Reference, assert_same
+from harness.rounds import MIN_ON_TIME, RoundCounter
+from harness.server import Entry, ServerPool
+from harness.size import Size
+
+ENTRIES: dict[DrafterKind, Entry] = {
+    "self": "launcher",
+    "random": "sglang serve",
+    "noisy": "sglang.launch_server",
+}
+ACCEPT_LENGTHS: dict[DrafterKind, tuple[float, float]] = {
+    "self": (4.5, 5.0),
+    "random": (1.0, 1.6),
+    "noisy": (1.6, 4.5),
+}
+"""Where the accept length at K=4 must lie, or the drafter is not what its name says."""
+
+
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_greedy_output_is_the_targets_own(
+    kind: DrafterKind,
+    size: Size,
+    pool: ServerPool,
+    reference: Reference,
+    spec_for: Any,
+    figures: dict[str, Any],
+) -> None:
+    """Red when a draft is committed unverified, or a rollback or a row is off by one."""
+    server = pool.get(spec_for(kind, entry=ENTRIES[kind]))
+    requests = [
+        Request(prompt.input_ids, {"max_new_tokens": size.num_tokens})
+        for prompt in load_prompts(server.spec.model, size.num_prompts)
+    ]
+    counter = RoundCounter(server)
+    answers = generate_all(server.url, requests, concurrency=4)
+    rounds = counter.since()
+    figures.update(rounds.summary(), sequences=len(requests))
+    figures["rounding"] = len(assert_same(reference, requests, answers))
+    assert rounds.on_time_rate >= MIN_ON_TIME
+    low, high = ACCEPT_LENGTHS[kind]
+    rows = rounds.on_time_rows + rounds.late_rows
+    assert low <= 1 + rounds.correct_drafts / rows <= high
+    if kind == "self":
+        assert rounds.served["jit"] > 0
+        assert rounds.accept_length("jit") >= 0.95 * (server.spec.num_steps + 1)

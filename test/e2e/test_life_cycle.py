@@ -1,0 +1,108 @@
+"""Processes and sequences come and go: stopping, idling, two servers on one machine."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.checkpoints import KINDS, DrafterKind
+from harness.client import Request, generate_all, stream
+from harness.prompts import load_prompts
+from harness.reference import Reference, assert_same
+from harness.server import Server, ServerPool
+from sglang_ssd.wire.messages import DrafterStatus, StatusRequest
+from sglang_ssd.wire.transport import TargetSocket
+
+MAX_IDLE_SHARE = 0.1
+"""Of one core, all processes of a server together; SGLang's own threads wake up now and then."""
+
+
+def drafter_status(server: Server) -> DrafterStatus:
+    """What the drafter itself says, over a connection of our own."""
+    transport = TargetSocket(server.drafter_endpoint())
+    try:
+        for _ in range(50):
+            transport.send(StatusRequest())
+            for message, _ in transport.receive(0.2):
+                if isinstance(message, DrafterStatus):
+                    return message
+    finally:
+        transport.close()
+    raise AssertionError("the drafter does not answer a status request")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_idle_server_holds_nothing_and_sleeps(
+    kind: DrafterKind, pool: ServerPool, spec_for: Any, figures: dict[str, Any]
+) -> None:
+    """Red when an ended request leaves its sequence with the drafter, or an idle loop polls."""
+    server = pool.get(spec_for(kind))
+    cases = [
+        Request(prompt.input_ids, {"max_new_tokens": length})
+        for length, prompt in enumerate(load_prompts(server.spec.model, 16))
+    ]
+    generate_all(server.url, cases, concurrency=16)
+    time.sleep(2)
+    status = drafter_status(server)
+    assert status.live_sequences == 0
+    assert status.protocol_errors == 0
+    assert server.ssd()["live_sequences"] == 0
+    assert status.free_slots == status.total_slots
+    time.sleep(1)
+    before = _cpu_seconds(server)
+    time.sleep(3)
+    shares = {pid: (after - before[pid]) / 3 for pid, after in _cpu_seconds(server).items()}
+    figures.update(idle_share=round(sum(shares.values()), 4))
+    assert shares[server.drafter_process().pid] < 0.03
+    assert sum(shares.values()) < MAX_IDLE_SHARE
+
+
+def _cpu_seconds(server: Server) -> dict[int, float]:
+    times = {process.pid: process.cpu_times() for process in server.family()}
+    return {pid: spent.user + spent.system for pid, spent in times.items()}
+
+
+def test_two_servers_side_by_side(pool: ServerPool, reference: Reference, spec_for: Any) -> None:
+    """Red when two servers share an endpoint, a port or a drafter."""
+    first = pool.get(spec_for("self"))
+    second = pool.start(spec_for("random")).wait_until_ready()
+    try:
+        assert first.drafter_endpoint() != second.drafter_endpoint()
+        cases = [
+            Request(prompt.input_ids, {"max_new_tokens": 32})
+            for prompt in load_prompts(first.spec.model, 6)
+        ]
+        with ThreadPoolExecutor(2) as clients:
+            both = [clients.submit(generate_all, s.url, cases) for s in (first, second)]
+            for answers in both:
+                assert_same(reference, cases, answers.result())
+        assert first.ssd()["correct_drafts"] > 0
+        assert second.ssd()["on_time_rows"] > 0
+    finally:
+        second.stop(signal.SIGTERM)
+    assert first.healthy()
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("self", signal.SIGINT), ("random", signal.SIGTERM), ("noisy", signal.SIGKILL)],
+)
+def test_nothing_is_left_of_a_stopped_server(
+    kind: DrafterKind, how: signal.Signals, pool: ServerPool, spec_for: Any
+) -> None:
+    """Red when a process of ours, or a drafter's socket, outlives its server."""
+    server = pool.take(spec_for(kind))
+    socket = Path(server.drafter_endpoint().removeprefix("ipc://"))
+    assert socket.exists()
+    case = Request("Once upon a time", {"max_new_tokens": 400, "ignore_eos": True})
+    with ThreadPoolExecutor(1) as clients:
+        busy = clients.submit(stream, server.url, case)
+        time.sleep(1)
+        server.stop(how)
+        busy.exception()
+    assert how is signal.SIGKILL or not socket.exists()

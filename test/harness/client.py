@@ -1,0 +1,128 @@
+"""Requests to /generate and what comes back, whole or streamed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import requests
+
+TIMEOUT_S = 600.0
+
+
+class Request(msgspec.Struct, frozen=True):
+    prompt: str | tuple[int, ...]
+    params: dict[str, Any] = {}
+    """sampling_params"""
+    options: dict[str, Any] = {}
+    """Other fields of the body, such as return_logprob."""
+
+    def body(self) -> dict[str, Any]:
+        key = "text" if isinstance(self.prompt, str) else "input_ids"
+        params = {"temperature": 0.0, **self.params}
+        return {key: self.prompt, "sampling_params": params, **self.options}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    text: str
+    output_ids: list[int]
+    meta_info: dict[str, Any]
+
+    @property
+    def finish(self) -> dict[str, Any]:
+        reason: dict[str, Any] = self.meta_info["finish_reason"]
+        return reason
+
+    @property
+    def num_correct_drafts(self) -> int:
+        return int(self.meta_info.get("spec_num_correct_drafts", 0))
+
+    def same_as(self, other: Answer) -> bool:
+        return (self.output_ids, self.text, self.finish) == (
+            other.output_ids,
+            other.text,
+            other.finish,
+        )
+
+
+class Stream(msgspec.Struct, frozen=True):
+    answer: Answer
+    """Built from the last chunk."""
+    texts: list[str]
+    """Text so far, per chunk."""
+    times: list[float]
+    """Arrival of each chunk, seconds on the monotonic clock."""
+
+    @property
+    def longest_gap(self) -> float:
+        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+
+
+def generate(url: str, request: Request) -> Answer:
+    reply = _post(url, request.body())
+    return _answer(reply.json())
+
+
+def generate_copies(url: str, request: Request) -> list[Answer]:
+    """Answers of a request with n > 1."""
+    return [_answer(item) for item in _post(url, request.body()).json()]
+
+
+def generate_all(url: str, requests_: Sequence[Request], *, concurrency: int = 4) -> list[Answer]:
+    """Answers in the order of the requests, `concurrency` of them under way at a time."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda request: generate(url, request), requests_))
+
+
+def stream(url: str, request: Request, *, on_chunk: Any = None) -> Stream:
+    """One streamed request; on_chunk(index) is called as each chunk arrives."""
+    texts: list[str] = []
+    times: list[float] = []
+    last: dict[str, Any] = {}
+    with requests.post(
+        f"{url}/generate", json={**request.body(), "stream": True}, stream=True, timeout=TIMEOUT_S
+    ) as reply:
+        reply.raise_for_status()
+        for chunk in _events(reply):
+            last = chunk
+            texts.append(chunk["text"])
+            times.append(time.monotonic())
+            if on_chunk is not None:
+                on_chunk(len(times))
+    return Stream(answer=_answer(last), texts=texts, times=times)
+
+
+def start_and_leave(url: str, request: Request, *, after_s: float) -> None:
+    """Be a client that goes away: open a stream, wait, close the connection."""
+    with requests.post(
+        f"{url}/generate", json={**request.body(), "stream": True}, stream=True, timeout=TIMEOUT_S
+    ) as reply:
+        time.sleep(after_s)
+        reply.close()
+
+
+def _events(reply: requests.Response) -> Any:
+    for line in reply.iter_lines():
+        if not line.startswith(b"data: ") or line == b"data: [DONE]":
+            continue
+        chunk = json.loads(line.removeprefix(b"data: "))
+        if "error" in chunk:
+            raise RuntimeError(f"the stream failed: {chunk['error']}")
+        yield chunk
+
+
+def _post(url: str, body: dict[str, Any]) -> requests.Response:
+    reply = requests.post(f"{url}/generate", json=body, timeout=TIMEOUT_S)
+    if reply.status_code != 200:
+        raise RuntimeError(f"/generate answered {reply.status_code}: {reply.text[:500]}")
+    return reply
+
+
+def _answer(item: dict[str, Any]) -> Answer:
+    return Answer(
+        text=item["text"], output_ids=item.get("output_ids", []), meta_info=item["meta_info"]
+    )

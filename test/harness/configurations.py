@@ -1,0 +1,63 @@
+"""The pairwise table of server configurations: any two settings meet in some row."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from harness.checkpoints import DrafterKind
+from harness.server import ServerSpec
+
+
+class Row(msgspec.Struct, frozen=True):
+    drafter: DrafterKind
+    num_steps: int
+    overlap: bool
+    backup: Literal["jit", "none"]
+    fan_out_policy: Literal["uniform", "geometric"]
+    chunked_prefill: int | None
+
+    @property
+    def name(self) -> str:
+        overlap = "overlap" if self.overlap else "no-overlap"
+        chunk = f"chunk{self.chunked_prefill}" if self.chunked_prefill else "whole"
+        words = (
+            self.drafter,
+            f"k{self.num_steps}",
+            overlap,
+            self.backup,
+            self.fan_out_policy,
+            chunk,
+        )
+        return "-".join(words)
+
+
+TABLE = (
+    Row("self", 4, False, "jit", "uniform", 16),
+    Row("noisy", 2, True, "none", "uniform", 16),
+    Row("random", 7, True, "none", "geometric", None),
+    Row("self", 1, False, "none", "geometric", 16),
+    Row("self", 2, False, "jit", "geometric", None),
+    Row("self", 7, True, "none", "uniform", None),
+    Row("noisy", 1, True, "none", "uniform", None),
+    Row("noisy", 4, True, "none", "geometric", None),
+    Row("noisy", 7, False, "jit", "uniform", 16),
+    Row("random", 1, True, "jit", "uniform", None),
+    Row("random", 2, False, "none", "uniform", 16),
+    Row("random", 4, False, "jit", "uniform", 16),
+)
+"""Every pair of two columns' values occurs in some row."""
+
+
+def spec_of(row: Row, spec_for: Any) -> ServerSpec:
+    flags: list[str] = [] if row.overlap else ["--disable-overlap-schedule"]
+    if row.chunked_prefill:
+        flags += ["--chunked-prefill-size", str(row.chunked_prefill)]
+    spec: ServerSpec = spec_for(
+        row.drafter,
+        num_steps=row.num_steps,
+        flags=tuple(flags),
+        settings=(("backup", row.backup), ("fan_out_policy", row.fan_out_policy)),
+    )
+    return spec

@@ -1,0 +1,106 @@
+"""What a server without drafts answers, and whether another server's answers are the same.
+
+Equality is exact. A difference may only be rounding: at a sequence's first divergence the
+reference, asked again under its own prefix, must give both tokens within `MAX_ROUNDING_GAP`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from harness.client import Answer, Request, generate, generate_all
+from harness.server import Server, ServerPool, ServerSpec
+
+MAX_ROUNDING_GAP = 1e-3
+PROMPTS_PER_ROUNDING = 40
+"""At most one sequence in so many may differ by rounding (one, if there are fewer)."""
+
+
+class Divergence(msgspec.Struct, frozen=True):
+    index: int
+    """Of the request."""
+    position: int
+    """Of the first output token that differs."""
+    expected: int | None
+    got: int | None
+    gap: float
+    """Between the two logits under the reference's own prefix; inf if one of them is no token."""
+
+
+class Reference:
+    """Answers of one server, each request asked once."""
+
+    def __init__(self, pool: ServerPool, spec: ServerSpec) -> None:
+        self._pool = pool
+        self.spec = spec
+        self._answers: dict[bytes, Answer] = {}
+
+    @property
+    def server(self) -> Server:
+        return self._pool.get(self.spec)
+
+    def answers(self, requests: Sequence[Request], *, concurrency: int = 4) -> list[Answer]:
+        missing = {key: r for r in requests if (key := _key(r)) not in self._answers}
+        if missing:
+            found = generate_all(self.server.url, list(missing.values()), concurrency=concurrency)
+            self._answers.update(zip(missing, found, strict=True))
+        return [self._answers[_key(request)] for request in requests]
+
+    def divergence(
+        self, index: int, prompt: Sequence[int], expected: Answer, got: Answer
+    ) -> Divergence | None:
+        """First difference of the tokens, None if there is none."""
+        pairs = list(_zip_longest(expected.output_ids, got.output_ids))
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if position is None:
+            return None
+        a, b = pairs[position]
+        gap = float("inf")
+        if a is not None and b is not None:
+            prefix = (*prompt, *expected.output_ids[:position])
+            gap = abs(self._logprob_difference(prefix, a, b))
+        return Divergence(index=index, position=position, expected=a, got=b, gap=gap)
+
+    def _logprob_difference(self, prefix: tuple[int, ...], first: int, second: int) -> float:
+        request = Request(
+            prompt=prefix,
+            params={"max_new_tokens": 1},
+            options={"return_logprob": True, "token_ids_logprob": [first, second]},
+        )
+        meta = generate(self.server.url, request).meta_info
+        values = {token: logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
+        return float(values[first] - values[second])
+
+
+def assert_same(
+    reference: Reference, requests: Sequence[Request], got: Sequence[Answer]
+) -> list[Divergence]:
+    """Assert that the answers are the reference's; returns the differences that were rounding."""
+    expected = reference.answers(requests)
+    found: list[Divergence] = []
+    for index, (request, want, have) in enumerate(zip(requests, expected, got, strict=True)):
+        if want.same_as(have):
+            continue
+        assert not isinstance(request.prompt, str), (
+            f"{request}: {want.text!r} {want.finish} became {have.text!r} {have.finish}"
+        )
+        divergence = reference.divergence(index, request.prompt, want, have)
+        assert divergence is not None, f"{request}: {want.finish} became {have.finish}"
+        found.append(divergence)
+    wrong = [d for d in found if d.gap > MAX_ROUNDING_GAP]
+    assert not wrong, f"not the reference's tokens: {wrong}"
+    allowed = max(1, len(requests) // PROMPTS_PER_ROUNDING)
+    assert len(found) <= allowed, f"too many to be rounding: {found}"
+    return found
+
+
+def _key(request: Request) -> bytes:
+    return msgspec.json.encode(request, order="deterministic")
+
+
+def _zip_longest(a: list[int], b: list[int]) -> list[tuple[int | None, int | None]]:
+    length = max(len(a), len(b))
+    padded = [[*ids, *[None] * (length - len(ids))] for ids in (a, b)]
+    return list(zip(*padded, strict=True))

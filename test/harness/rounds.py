@@ -1,0 +1,78 @@
+"""What the drafter did during some requests: differences of the counters in /server_info."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from harness.server import Server
+
+MIN_ON_TIME = 0.95
+"""Below this share of rows with drafts in time, equality of the output proves nothing."""
+
+
+class Rounds(msgspec.Struct, frozen=True):
+    """Rows of target rounds, between two looks at a server."""
+
+    rounds: int
+    on_time_rows: int
+    late_rows: int
+    plain_rows: int
+    correct_drafts: int
+    served: dict[str, int]
+    served_correct: dict[str, int]
+
+    @property
+    def on_time_rate(self) -> float:
+        return self.on_time_rows / max(1, self.on_time_rows + self.late_rows)
+
+    @property
+    def hit_rate(self) -> float:
+        hits = self.served.get("hit", 0) + self.served.get("chain_hit", 0)
+        misses = self.served.get("jit", 0) + self.served.get("none", 0)
+        return hits / max(1, hits + misses)
+
+    def accept_length(self, served: str) -> float:
+        """Accepted tokens per row that was served that way, the bonus included."""
+        return 1 + self.served_correct.get(served, 0) / max(1, self.served.get(served, 0))
+
+    def summary(self) -> dict[str, Any]:
+        rows = max(1, self.on_time_rows + self.late_rows)
+        return {
+            "rounds": self.rounds,
+            "on_time_rate": round(self.on_time_rate, 4),
+            "hit_rate": round(self.hit_rate, 4),
+            "accept_length": round(1 + self.correct_drafts / rows, 3),
+            "served": self.served,
+        }
+
+
+class RoundCounter:
+    """`since()` tells what happened since it was made."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._before = server.ssd()
+
+    def since(self) -> Rounds:
+        after = self._server.ssd()
+        return Rounds(
+            **{
+                name: after[name] - self._before[name]
+                for name in (
+                    "rounds",
+                    "on_time_rows",
+                    "late_rows",
+                    "plain_rows",
+                    "correct_drafts",
+                )
+            },
+            served=_difference(after["served"], self._before["served"]),
+            served_correct=_difference(after["served_correct"], self._before["served_correct"]),
+        )
+
+
+def _difference(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+    changes = {name: count - before.get(name, 0) for name, count in after.items()}
+    return {name: count for name, count in changes.items() if count}
