@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,49 +23,132 @@ CONFIG_ENV = "SGLANG_SSD_CONFIG"
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
+ALLOWED_TEXTS = {
+    "endpoint": "ipc://PATH or, on this machine, tcp://127.0.0.1:PORT",
+    "drafter_device": "auto, cpu, cuda or cuda:N",
+    "target_cores": "auto, or core numbers such as 0-2,5",
+    "drafter_cores": "auto, or core numbers such as 0-2,5",
+    "trace": "a file in an existing folder",
+}
+"""What those settings may be that are texts of a form of their own."""
+
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+
+class SettingsError(ValueError):
+    """Settings that a user has to change; the message says which, and to what."""
+
+
+def _help(text: str) -> msgspec.Meta:
+    return msgspec.Meta(description=text)
 
 
 class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields in the order of --help; each has a --ssd-* flag of the same name."""
 
-    mode: Literal["async", "sync", "off"] = "async"
-    """async: SSD. sync: ordinary speculation, same drafter. off: plain decode, no drafter."""
-    backup: Literal["jit", "none"] = "jit"
-    """Serves a missed row: jit drafts it while the batch waits, none decodes it plainly."""
+    mode: Annotated[
+        Literal["async", "sync", "off"],
+        _help(
+            "async: SSD, the drafter works while the target verifies. sync: ordinary speculative "
+            "decoding with the same drafter. off: plain decode without a drafter."
+        ),
+    ] = "async"
+    backup: Annotated[
+        Literal["jit", "none"],
+        _help(
+            "What serves a request whose outcome was not guessed. jit: the drafter drafts it while "
+            "the batch waits. none: it decodes plainly this round, nobody waits."
+        ),
+    ] = "jit"
 
-    fan_out: list[Annotated[int, msgspec.Meta(ge=0)]] = msgspec.field(default_factory=lambda: [3])
-    """Bonus guesses per accept position: one number for all K+1 positions, or K+1 numbers."""
-    fan_out_policy: Literal["uniform", "geometric"] = "uniform"
-    """uniform: fan_out as given. geometric: Theorem 12 over the same number of branches."""
-    acceptance_rate: Share = 0.8
-    power_law_exponent: Positive = 1.0
+    fan_out: Annotated[
+        list[Count],
+        _help(
+            "Guesses of the bonus token per accept position: one number for every position, or "
+            "num-steps + 1 numbers, separated by commas on the command line."
+        ),
+    ] = msgspec.field(default_factory=lambda: [3])
+    fan_out_policy: Annotated[
+        Literal["uniform", "geometric"],
+        _help(
+            "uniform: --ssd-fan-out as it is. geometric: as many branches, spread over the "
+            "positions by Theorem 12 of the paper."
+        ),
+    ] = "uniform"
+    acceptance_rate: Annotated[
+        Share, _help("How often one draft is accepted, for the geometric fan-out.")
+    ] = 0.8
+    power_law_exponent: Annotated[
+        Positive, _help("How fast misses fall with the fan-out, for the geometric fan-out.")
+    ] = 1.0
 
-    endpoint: str | None = None
-    """None: start a drafter on a fresh ipc:// endpoint; else connect to the one that listens there."""
-    reply_deadline_ms: Positive = 500.0
-    start_timeout_s: Positive = 180.0
-    lease_s: Positive = 10.0
+    endpoint: Annotated[
+        str | None,
+        _help(
+            "Connect to the drafter that listens here. Left out: the server starts a drafter of "
+            "its own."
+        ),
+    ] = None
+    reply_deadline_ms: Annotated[
+        Positive, _help("Longest wait for drafts in a round; past it the round decodes plainly.")
+    ] = 500.0
+    start_timeout_s: Annotated[
+        Positive, _help("Longest wait for the drafter to come up; past it the server stops.")
+    ] = 180.0
+    lease_s: Annotated[
+        Positive, _help("The drafter frees a sequence of which it has not heard for this long.")
+    ] = 10.0
 
-    drafter_device: str = "auto"
-    drafter_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    drafter_max_total_tokens: PositiveInt | None = None
-    drafter_max_sequences: PositiveInt | None = None
-    drafter_mem_fraction: Share = 0.8
-    drafter_context_length: PositiveInt | None = None
-    prefill_slice_tokens: PositiveInt = 256
+    drafter_device: Annotated[
+        str, _help("Device of the drafter. auto: the kind of device that the target is on.")
+    ] = "auto"
+    drafter_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        _help("Data type of the drafter's weights and KV. auto: that of its checkpoint."),
+    ] = "auto"
+    drafter_max_total_tokens: Annotated[
+        PositiveInt | None,
+        _help("KV slots of the drafter. Left out: as many as its share of memory holds."),
+    ] = None
+    drafter_max_sequences: Annotated[
+        PositiveInt | None,
+        _help("Requests drafted for at the same time; others decode plainly."),
+    ] = None
+    drafter_mem_fraction: Annotated[
+        Share, _help("Share of its device's free memory that the drafter may take.")
+    ] = 0.8
+    drafter_context_length: Annotated[
+        PositiveInt | None,
+        _help("Longest sequence drafted for. Left out: that of the draft model."),
+    ] = None
+    prefill_slice_tokens: Annotated[
+        PositiveInt, _help("Prompt tokens the drafter prefills at most between two rounds.")
+    ] = 256
 
-    target_cores: str = "auto"
-    drafter_cores: str = "auto"
+    target_cores: Annotated[
+        str,
+        _help(
+            "Cores of the target on a CPU machine. auto: two thirds of the cores, or all of them "
+            "where no drafter runs. Holds without SSD too."
+        ),
+    ] = "auto"
+    drafter_cores: Annotated[
+        str, _help("Cores of the drafter on a CPU machine. auto: those the target leaves.")
+    ] = "auto"
 
-    allow_padded_vocab: bool = False
-    trace: str | None = None
+    allow_padded_vocab: Annotated[
+        bool, _help("Accept two vocabularies that differ only in padding at the end.")
+    ] = False
+    trace: Annotated[
+        str | None, _help("Write a timeline of target and drafter to this file (Perfetto JSON).")
+    ] = None
 
 
 def load_config(env: Mapping[str, str] = os.environ) -> SsdConfig:
-    """The config of SGLANG_SSD_CONFIG, or the defaults; ValueError with every reason at once."""
+    """The config of SGLANG_SSD_CONFIG, or the defaults; SettingsError with every reason at once."""
     text = env.get(CONFIG_ENV, "").strip()
     if not text:
         return SsdConfig()
@@ -73,7 +157,7 @@ def load_config(env: Mapping[str, str] = os.environ) -> SsdConfig:
     try:
         settings = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ValueError(
+        raise SettingsError(
             f"{CONFIG_ENV} must be a JSON object or the path of one: {error}"
         ) from error
     return build_config(settings)
@@ -84,8 +168,11 @@ def dump_config(config: SsdConfig) -> str:
     return msgspec.json.encode(config).decode()
 
 
-def build_config(settings: Mapping[str, Any]) -> SsdConfig:
-    """A config from names and values; ValueError with every wrong one and what is allowed."""
+def build_config(settings: Mapping[str, Any], *, from_text: bool = False) -> SsdConfig:
+    """A config from names and values; SettingsError with every wrong one and what is allowed.
+
+    from_text: values may be the texts of a command line.
+    """
     fields = {field.name: field for field in msgspec.structs.fields(SsdConfig)}
     reasons, values = [], {}
     for name, value in settings.items():
@@ -94,14 +181,14 @@ def build_config(settings: Mapping[str, Any]) -> SsdConfig:
             reasons.append(f"{flag_name(name)}: no such setting; there are {known}")
             continue
         try:
-            values[name] = msgspec.convert(value, type=fields[name].type)
+            values[name] = msgspec.convert(value, type=fields[name].type, strict=not from_text)
         except msgspec.ValidationError:
             reasons.append(_reason(name, value))
             continue
         if isinstance(values[name], float) and not math.isfinite(values[name]):
             reasons.append(_reason(name, value))
     if reasons:
-        raise ValueError("Wrong SSD settings:\n  " + "\n  ".join(reasons))
+        raise SettingsError("Wrong SSD settings:\n  " + "\n  ".join(reasons))
     return SsdConfig(**values)
 
 
@@ -120,11 +207,12 @@ def validate(config: SsdConfig, num_steps: int) -> list[str]:
         )
     if config.endpoint is not None and not _is_local_endpoint(config.endpoint):
         reasons.append(
-            f"{flag_name('endpoint')} {config.endpoint!r}: allowed are ipc://PATH and "
-            f"tcp://HOST:PORT with a loopback host ({', '.join(LOOPBACK_HOSTS)})"
+            f"{_reason('endpoint', config.endpoint)} (loopback hosts: {', '.join(LOOPBACK_HOSTS)})"
         )
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.drafter_device):
+        reasons.append(_reason("drafter_device", config.drafter_device))
     if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
-        reasons.append(f"{flag_name('trace')} {config.trace!r}: must lie in an existing folder")
+        reasons.append(_reason("trace", config.trace))
     return reasons
 
 
@@ -134,17 +222,34 @@ def flag_name(field: str) -> str:
 
 def allowed_values(field: str) -> str:
     """What a setting may be, in words; --help and every refusal say the same."""
+    described = _describe(_type_info(field))
+    if field in ALLOWED_TEXTS:
+        return ALLOWED_TEXTS[field] + (", or left out" if described.endswith("left out") else "")
+    return described
+
+
+def help_text(field: str) -> str:
+    """What a setting does, in a sentence or two."""
+    info = _type_info(field)
+    assert isinstance(info, msgspec.inspect.Metadata), f"{field} has no help text"
+    assert info.extra_json_schema is not None, f"{field} has no help text"
+    return str(info.extra_json_schema["description"])
+
+
+def _type_info(field: str) -> msgspec.inspect.Type:
     types = {info.name: info.type for info in msgspec.structs.fields(SsdConfig)}
-    return _describe(msgspec.inspect.type_info(types[field]))
+    return msgspec.inspect.type_info(types[field])
 
 
 def _describe(info: msgspec.inspect.Type) -> str:
     match info:
+        case msgspec.inspect.Metadata(type=described):
+            return _describe(described)
         case msgspec.inspect.LiteralType(values=values):
             return "one of " + ", ".join(str(value) for value in values)
         case msgspec.inspect.UnionType(types=types):
-            described = [_describe(part) for part in types if not _is_none(part)]
-            return " or ".join(described) + ", or left out"
+            parts = [_describe(part) for part in types if not _is_none(part)]
+            return " or ".join(parts) + ", or left out"
         case msgspec.inspect.ListType(item_type=item):
             return f"a list, each {_describe(item)}"
         case msgspec.inspect.FloatType(gt=gt, lt=lt):
@@ -183,7 +288,7 @@ def _read_file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
+        raise SettingsError(
             f"{CONFIG_ENV} must be a JSON object or the path of one; {path!r}: {error}"
         ) from error
 

@@ -11,6 +11,7 @@ from sglang_ssd.config import (
     allowed_values,
     build_config,
     dump_config,
+    help_text,
     load_config,
     validate,
 )
@@ -78,6 +79,7 @@ def test_every_wrong_setting_is_in_one_refusal() -> None:
         (SsdConfig(endpoint="tcp://127.0.0.1"), "loopback"),
         (SsdConfig(endpoint="/tmp/sock"), "ipc://PATH"),
         (SsdConfig(trace="/no/such/folder/t.json"), "existing folder"),
+        (SsdConfig(drafter_device="gpu"), "auto, cpu, cuda or cuda:N"),
     ],
 )
 def test_what_depends_on_more_than_the_value(config: SsdConfig, part: str) -> None:
@@ -94,6 +96,17 @@ def test_good_configs_have_no_reasons() -> None:
         assert validate(config, num_steps=4) == []
 
 
-def test_every_field_says_what_it_may_be() -> None:
+def test_every_field_says_what_it_does_and_may_be() -> None:
     for field in msgspec.structs.fields(SsdConfig):
+        assert help_text(field.name).endswith(".")
         assert allowed_values(field.name)
+
+
+def test_texts_of_a_command_line_become_values() -> None:
+    texts = {"fan_out": ["4", "2"], "lease_s": "2.5", "drafter_max_sequences": "8"}
+    config = build_config({**texts, "allow_padded_vocab": True}, from_text=True)
+    assert config == SsdConfig(
+        fan_out=[4, 2], lease_s=2.5, drafter_max_sequences=8, allow_padded_vocab=True
+    )
+    with pytest.raises(ValueError, match=r"--ssd-fan-out 4,x"):
+        build_config({"fan_out": ["4", "x"]}, from_text=True)

@@ -14,12 +14,11 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sglang_ssd.config import SsdConfig, flag_name
+from sglang_ssd.config import ALLOWED_TEXTS, SsdConfig, flag_name
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-ALLOWED = 'allowed are "auto" or core numbers such as 0-2,5'
 
 
 class CoreSplit(msgspec.Struct, frozen=True):
@@ -42,13 +41,11 @@ def split_cores(
     model, gets two thirds.
     """
     if not drafter_beside:
-        target = _chosen(config.target_cores) or lent
-        return CoreSplit(target, ())
+        return CoreSplit(_chosen(config.target_cores) or lent, ())
     target, drafter = _chosen(config.target_cores), _chosen(config.drafter_cores)
     if target is None and drafter is None:
         num_drafter = max(1, len(lent) // 3)
-        target = lent[:-num_drafter] or lent
-        return CoreSplit(target, lent[-num_drafter:])
+        return CoreSplit(lent[:-num_drafter] or lent, lent[-num_drafter:])
     if target is None:
         target = _without(lent, drafter)
     if drafter is None:
@@ -64,7 +61,7 @@ def core_reasons(config: SsdConfig, lent: tuple[int, ...]) -> list[str]:
         try:
             missing = sorted(set(_chosen(text) or ()) - set(lent))
         except ValueError as error:
-            reasons.append(f"{flag_name(field)} {text!r}: {error}; {ALLOWED}")
+            reasons.append(f"{flag_name(field)} {text!r}: {error}; must be {ALLOWED_TEXTS[field]}")
             continue
         if missing:
             reasons.append(

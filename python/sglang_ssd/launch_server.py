@@ -1,0 +1,160 @@
+"""`python -m sglang_ssd.launch_server`, or `sglang-ssd`: SGLang's server, our settings as flags.
+
+It takes every flag of SGLang and one --ssd-* flag for each field of SsdConfig, chooses the CPU
+platform where there is no accelerator, and then starts the server as sglang.launch_server does.
+The platform must be chosen before anything of SGLang is imported, so those imports are local.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from sglang_ssd.config import (
+    CONFIG_ENV,
+    SettingsError,
+    SsdConfig,
+    allowed_values,
+    build_config,
+    dump_config,
+    flag_name,
+    help_text,
+    load_config,
+)
+
+PLATFORM_ENV = "SGLANG_PLATFORM"
+CPU_PLATFORM = "ssd_cpu"
+
+HOLDS_WITHOUT_SSD = frozenset({"target_cores"})
+"""Settings that mean something to a server without speculation."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Start the server of this command line and serve until it is told to stop."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    own_parser = ssd_parser()
+    own_flags, server_argv = own_parser.parse_known_args(given)
+    settings: dict[str, Any] = vars(own_flags)
+    try:
+        if settings:
+            os.environ[CONFIG_ENV] = dump_config(merge_settings(settings))
+        server_argv = choose_platform(server_argv)
+        _serve(server_argv, settings)
+    except SettingsError as error:
+        sys.exit(f"sglang-ssd: {error}")
+
+
+def ssd_parser() -> argparse.ArgumentParser:
+    """The --ssd-* flags alone; flags that are not given leave no trace in the result."""
+    parser = argparse.ArgumentParser(prog="sglang-ssd", add_help=False, allow_abbrev=False)
+    add_ssd_flags(parser)
+    return parser
+
+
+def add_ssd_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of SsdConfig, whose help states its default and what it may be."""
+    group = parser.add_argument_group(
+        "SSD", "Speculative speculative decoding, with --speculative-algorithm SSD."
+    )
+    defaults = msgspec.to_builtins(SsdConfig())
+    for field in msgspec.structs.fields(SsdConfig):
+        default = _shown_default(defaults[field.name])
+        allowed = f" Allowed: {allowed_values(field.name)}."
+        text = f"{help_text(field.name)}{allowed} Default: {default}."
+        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+        if isinstance(defaults[field.name], bool):
+            options["action"] = argparse.BooleanOptionalAction
+        elif isinstance(defaults[field.name], list):
+            options |= {"type": lambda text: text.split(","), "metavar": "N[,N...]"}
+        else:
+            options["metavar"] = field.name.rsplit("_", 1)[-1].upper()
+        group.add_argument(flag_name(field.name), help=text.replace("%", "%%"), **options)
+
+
+def merge_settings(settings: dict[str, Any]) -> SsdConfig:
+    """The flags over what SGLANG_SSD_CONFIG already says."""
+    inherited = msgspec.structs.asdict(load_config())
+    return build_config({**inherited, **settings}, from_text=True)
+
+
+def choose_platform(server_argv: list[str]) -> list[str]:
+    """SGLang's flags for this machine; sets SGLANG_PLATFORM where the CPU has to serve."""
+    selected = os.environ.get(PLATFORM_ENV)
+    if selected and selected != CPU_PLATFORM:
+        raise SettingsError(
+            f"{PLATFORM_ENV}={selected}: SGLang loads no plugin of ours under another platform; "
+            f"unset it (GPU) or set it to {CPU_PLATFORM} (CPU)"
+        )
+    device = _given_device(server_argv)
+    if not selected:
+        if device not in (None, "cpu") or (device is None and has_accelerator()):
+            return server_argv
+        os.environ[PLATFORM_ENV] = CPU_PLATFORM
+    return server_argv if device else [*server_argv, "--device", "cpu"]
+
+
+def has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def _given_device(server_argv: list[str]) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--device")
+    device: str | None = parser.parse_known_args(server_argv)[0].device
+    return device
+
+
+def _serve(server_argv: list[str], settings: dict[str, Any]) -> None:
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    if {"-h", "--help"} & set(server_argv):
+        _print_help()
+        return
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+
+    server_args = prepare_server_args(server_argv)
+    _require_algorithm(server_args.speculative_algorithm, settings)
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _require_algorithm(algorithm: str | None, settings: dict[str, Any]) -> None:
+    idle = [flag_name(name) for name in settings if name not in HOLDS_WITHOUT_SSD]
+    if idle and (algorithm or "").upper() != "SSD":
+        raise SettingsError(
+            f"{', '.join(idle)}: mean something only with --speculative-algorithm SSD "
+            f"(given: {algorithm})"
+        )
+
+
+def _print_help() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(prog="sglang-ssd")
+    add_ssd_flags(parser)
+    ServerArgs.add_cli_args(parser)
+    parser.print_help()
+
+
+def _shown_default(value: object) -> str:
+    if value is None:
+        return "left out"
+    if isinstance(value, list):
+        return ",".join(str(item) for item in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    main()
