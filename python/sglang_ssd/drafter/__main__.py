@@ -22,6 +22,7 @@ import msgspec
 
 from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.drafter.process import DrafterSettings, process_exists
+from sglang_ssd.platform.affinity import format_cores, parse_cores
 
 logger = logging.getLogger("sglang_ssd.drafter")
 
@@ -123,22 +124,13 @@ def _watch_parent(parent_pid: int) -> None:
 
 def _bind_cores(cores: str) -> None:
     """Drop the affinity that a parent bound to its own cores, take ours, one thread for each."""
-    wanted = set(range(os.cpu_count() or 1)) if cores == "auto" else parse_cores(cores)
+    wanted = tuple(range(os.cpu_count() or 1)) if cores == "auto" else parse_cores(cores)
     os.sched_setaffinity(0, wanted)
-    num_cores = len(os.sched_getaffinity(0))
-    os.environ["OMP_NUM_THREADS"] = str(num_cores)
-    logger.info("runs on cores %s", sorted(os.sched_getaffinity(0)))
-
-
-def parse_cores(text: str) -> set[int]:
-    """"0-3,8" -> {0, 1, 2, 3, 8}."""
-    cores: set[int] = set()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()):
-            raise ValueError(f"--cores {text}: allowed are numbers and ranges such as 0-3,8")
-        cores.update(range(int(first), int(last or first) + 1))
-    return cores
+    lent = sorted(os.sched_getaffinity(0))
+    os.environ["OMP_NUM_THREADS"] = str(len(lent))
+    # SGLang binds threads of its own accord; this is the variable that it asks where.
+    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = format_cores(lent)
+    logger.info("runs on cores %s", format_cores(lent))
 
 
 def _choose_device(device: str) -> str:
