@@ -20,7 +20,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor
 
-from sglang_ssd.config import load_config
+from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.platform import affinity
 
 logger = logging.getLogger(__name__)
@@ -149,6 +149,13 @@ def bind_rank(original: Callable[..., str], *, numa_index: int, world_size: int)
         affinity.format_cores(affinity.lent_cores()),
     )
     return shown
+
+
+def drafter_cores(config: SsdConfig) -> str:
+    """Cores for the drafter that this server starts; beside a target on an accelerator, all."""
+    if not is_selected():
+        return config.drafter_cores
+    return affinity.format_cores(affinity.split_cores(config, affinity.lent_cores()).drafter)
 
 
 def _target_cores() -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_device, get_parallel, get_spec
 from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.core.shared_noise import next_copy_seed
 from sglang_ssd.drafter.process import DrafterHandle, settings_for_target, start_drafter
-from sglang_ssd.platform.affinity import format_cores, lent_cores, split_cores
+from sglang_ssd.platform.cpu import drafter_cores
 from sglang_ssd.target.draft_client import DraftClient, summarize
 from sglang_ssd.target.handshake import connect
 
@@ -59,12 +59,8 @@ def start_before_target_loads(scheduler: Scheduler) -> None:
     config = load_config()
     if config.mode == "off" or config.endpoint is not None:
         return
-    split = split_cores(config, lent_cores())
     settings = settings_for_target(
-        scheduler.server_args,
-        config,
-        cores=format_cores(split.drafter),
-        gpu_id=get_device().gpu_id,
+        scheduler.server_args, config, cores=drafter_cores(config), gpu_id=get_device().gpu_id
     )
     _drafter = start_drafter(settings, config)
     atexit.register(_drafter.stop)
