@@ -90,8 +90,10 @@ class ToyDraftModel:
             kept.append(torch.stack([k, v]))
             k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q, k) / HEAD_DIM**0.5
-            weights = scores.masked_fill(banned, float("-inf")).softmax(-1)
-            x = x + torch.einsum("hqk,khd->qhd", weights, v).reshape(length, HIDDEN) @ self.o[layer].T
+            out = torch.einsum(
+                "hqk,khd->qhd", scores.masked_fill(banned, float("-inf")).softmax(-1), v
+            )
+            x = x + out.reshape(length, HIDDEN) @ self.o[layer].T
             x = x + (_norm(x) @ self.up[layer].T).relu() @ self.down[layer].T
         return _norm(x) @ self.head.T, torch.stack(kept)
 
@@ -138,7 +140,16 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 
 def _rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
-    frequencies = 100.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = positions[:, None, None] * frequencies
+    cos, sin = _ROTARY[positions].unbind(1)
     a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+    return torch.cat([a * cos[:, None] - b * sin[:, None], a * sin[:, None] + b * cos[:, None]], -1)
+
+
+def _rotary_table(num_positions: int) -> torch.Tensor:  # [positions, 2, HEAD_DIM / 2]
+    half = HEAD_DIM // 2
+    frequencies = 100.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(num_positions)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()], dim=1)
+
+
+_ROTARY = _rotary_table(2000)
