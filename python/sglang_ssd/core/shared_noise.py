@@ -75,7 +75,7 @@ def coupled_sample(
     positions: torch.Tensor,  # [R] int64, of the last context token
 ) -> torch.Tensor:  # [R] int64
     """One exact sample per row; of equal maxima the lowest token id."""
-    if logprobs.device.type != "cpu":
+    if logprobs.device.type != "cpu" or logprobs.shape[1] <= _HEAD:
         all_ids = torch.arange(logprobs.shape[1], device=logprobs.device)[None, :]
         return (logprobs + gumbel_noise(seeds, positions, all_ids)).argmax(dim=-1)
     rows = [

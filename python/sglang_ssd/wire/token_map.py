@@ -1,4 +1,4 @@
-"""A vocabulary as both sides of the handshake see it: token strings by id, and hashes of blocks of them."""
+"""A vocabulary as both ends of the handshake see it: tokens by id, and hashes of blocks of them."""
 
 from __future__ import annotations
 

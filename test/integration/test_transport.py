@@ -1,0 +1,248 @@
+"""The ZMQ sockets: several targets, deadlines, full queues, rubbish, restarts, endpoints."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from sglang_ssd.wire.frames import encode
+from sglang_ssd.wire.messages import (
+    DraftClose,
+    DraftRule,
+    DraftSync,
+    SpeculateReply,
+    StatusRequest,
+)
+from sglang_ssd.wire.transport import (
+    HIGH_WATER_MARK,
+    DrafterSocket,
+    TargetSocket,
+    unique_ipc_endpoint,
+    validate_endpoint,
+)
+
+PATIENCE_S = 10.0  # a deadline for the test to fail by; nothing here waits so long when it works
+
+
+def sync(rid: str) -> DraftSync:
+    return DraftSync(rid=rid, generation=1, committed_len=2, rule=DraftRule())
+
+
+def reply(rid: str) -> SpeculateReply:
+    return SpeculateReply(1, [rid], [1], [2], [1], ["hit"], [0])
+
+
+def receive(end, count: int = 1) -> list:
+    """The next `count` messages."""
+    received: list = []
+    deadline = time.monotonic() + PATIENCE_S
+    while len(received) < count and time.monotonic() < deadline:
+        received += end.receive(0.1)
+    assert len(received) == count
+    return received
+
+
+def send_connected(target: TargetSocket, message, frames=()) -> None:
+    """Sends as soon as the connection stands: what is sent before is dropped."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not target.send(message, frames):
+        assert time.monotonic() < deadline, "no connection"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def drafter(tmp_path):
+    socket = DrafterSocket(f"ipc://{tmp_path}/drafter")
+    yield socket
+    socket.close()
+
+
+@pytest.fixture
+def connect():
+    targets = []
+
+    def connect_to(endpoint: str) -> TargetSocket:
+        targets.append(TargetSocket(endpoint))
+        return targets[-1]
+
+    yield connect_to
+    for target in targets:
+        target.close()
+
+
+def test_one_drafter_answers_each_of_several_targets(drafter, connect):
+    targets = {name: connect(drafter.endpoint) for name in ("one", "two", "three")}
+    for name, target in targets.items():
+        send_connected(target, sync(name), [[5, 6]])
+    peers = {}
+    for peer, message, ids in receive(drafter, 3):
+        assert ids == [5, 6]
+        peers[message.rid] = peer
+    assert len(set(peers.values())) == 3
+    for name, peer in peers.items():
+        assert drafter.send(peer, reply(name), [[len(name)]])
+    for name, target in targets.items():
+        assert [(m.rids, ids) for m, ids in receive(target)] == [([name], [len(name)])]
+
+
+def test_tcp_on_the_loopback_works_and_names_its_port(connect):
+    drafter = DrafterSocket("tcp://127.0.0.1:0")
+    try:
+        assert not drafter.endpoint.endswith(":0")
+        send_connected(connect(drafter.endpoint), StatusRequest())
+        assert receive(drafter)[0].message == StatusRequest()
+    finally:
+        drafter.close()
+
+
+def test_waits_end_at_their_deadline(drafter, connect):
+    target = connect(drafter.endpoint)
+    for end in (drafter, target):
+        start = time.monotonic()
+        assert end.receive(0.05) == []
+        assert end.receive(0.0) == []
+        assert 0.04 < time.monotonic() - start < 5.0
+
+
+def test_an_idle_drafter_sleeps(drafter):
+    start = time.process_time()
+    assert drafter.receive(0.5) == []
+    assert time.process_time() - start < 0.1
+
+
+def test_a_message_ends_the_wait(drafter, connect):
+    target = connect(drafter.endpoint)
+    send_connected(target, StatusRequest())
+    start = time.monotonic()
+    assert drafter.receive(PATIENCE_S)
+    assert time.monotonic() - start < PATIENCE_S / 2
+
+
+def test_a_full_queue_drops_and_counts_but_never_blocks(drafter, connect):
+    """The drafter does not read, as when it is frozen."""
+    target = connect(drafter.endpoint)
+    send_connected(target, sync("first"), [[1, 2]])
+    big = list(range(2_000))
+    message = DraftSync(rid="a", generation=1, committed_len=len(big), rule=DraftRule())
+    start = time.monotonic()
+    while not target.stats.dropped and time.monotonic() - start < PATIENCE_S:
+        target.send(message, [big])
+    assert target.stats.dropped
+    assert target.stats.sent <= 4 * HIGH_WATER_MARK
+
+
+def test_nobody_there_drops_and_counts(drafter, connect, tmp_path):
+    lonely = connect(f"ipc://{tmp_path}/nobody")
+    assert not lonely.send(StatusRequest())
+    assert lonely.stats.dropped == 1
+    assert not drafter.send(b"unknown peer", reply("a"), [[1]])
+    assert drafter.stats.dropped == 1
+
+
+def test_rubbish_is_counted_and_costs_nobody_else(drafter, connect):
+    context = zmq.Context()
+    vandal = context.socket(zmq.DEALER)
+    vandal.connect(drafter.endpoint)
+    header = encode(sync("a"))[0]
+    rubbish = [[b""], [b"\xff" * 100], [header], [header, b"123"], [header, b"1" * 8, b"2"]]
+    for frames in rubbish:
+        vandal.send_multipart(frames)
+    deadline = time.monotonic() + PATIENCE_S
+    while drafter.stats.malformed < len(rubbish) and time.monotonic() < deadline:
+        assert drafter.receive(0.1) == []
+    context.destroy(linger=0)
+    assert drafter.stats.malformed == len(rubbish)
+    send_connected(connect(drafter.endpoint), StatusRequest())
+    assert receive(drafter)[0].message == StatusRequest()
+
+
+def test_one_receive_is_bounded(drafter, connect):
+    target = connect(drafter.endpoint)
+    for _ in range(600):
+        send_connected(target, DraftClose(rids=[], generations=[]))
+    time.sleep(0.2)
+    assert len(drafter.receive(1.0)) <= 256
+
+
+def test_a_target_finds_a_drafter_that_was_started_again(tmp_path, connect):
+    endpoint = f"ipc://{tmp_path}/drafter"
+    target = connect(endpoint)
+    for _ in range(2):
+        drafter = DrafterSocket(endpoint)
+        send_connected(target, sync("a"), [[1, 2]])
+        (peer, _, _), *_ = receive(drafter)
+        drafter.send(peer, reply("a"), [[3]])
+        assert receive(target)[0].ids == [3]
+        drafter.close()
+        deadline = time.monotonic() + PATIENCE_S
+        while target.send(StatusRequest()) and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the loss of the connection is noticed
+
+
+def test_close_is_idempotent_and_removes_the_socket(tmp_path):
+    drafter = DrafterSocket(f"ipc://{tmp_path}/drafter")
+    assert (tmp_path / "drafter").exists()
+    drafter.close()
+    drafter.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_live_drafter_keeps_its_endpoint(drafter):
+    with pytest.raises(ValueError, match="another process listens"):
+        DrafterSocket(drafter.endpoint)
+
+
+def test_the_socket_of_a_killed_drafter_is_in_nobodys_way(tmp_path):
+    path = tmp_path / "drafter"
+    path.touch()
+    DrafterSocket(f"ipc://{path}").close()
+
+
+def test_unique_endpoints_are_private_and_vanish():
+    endpoints = [unique_ipc_endpoint(), unique_ipc_endpoint()]
+    assert len(set(endpoints)) == 2
+    for endpoint in endpoints:
+        directory = Path(endpoint.removeprefix("ipc://")).parent
+        assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
+        DrafterSocket(endpoint).close()
+        assert not directory.exists()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["ipc:///run/x/drafter", "tcp://127.0.0.1:5555", "tcp://localhost:1", "tcp://[::1]:7000"],
+)
+def test_local_endpoints_are_allowed(endpoint):
+    assert validate_endpoint(endpoint) == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "tcp://0.0.0.0:5555",
+        "tcp://*:5555",
+        "tcp://192.168.1.5:5555",
+        "tcp://example.org:5555",
+        "tcp://127.0.0.1.example.org:5555",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:99999",
+        "tcp://127.0.0.1:5555/x",
+        "ipc://relative",
+        "ipc://@abstract",
+        "ipc://",
+        "ipc:///" + "x" * 120,
+        "inproc://x",
+        "udp://127.0.0.1:5555",
+        "/run/drafter",
+        "",
+    ],
+)
+def test_other_endpoints_are_refused_by_name(endpoint):
+    with pytest.raises(ValueError, match="--ssd-endpoint") as refusal:
+        validate_endpoint(endpoint)
+    assert "allowed are ipc://" in str(refusal.value)

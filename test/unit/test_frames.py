@@ -1,0 +1,218 @@
+"""Frames: what is sent arrives as it was, and nothing that is malformed passes."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from sglang_ssd.wire.frames import (
+    MAX_FRAME_BYTES,
+    ProtocolError,
+    check_token_ids,
+    decode_to_drafter,
+    decode_to_target,
+    encode,
+)
+from sglang_ssd.wire.messages import (
+    SCHEMA_VERSION,
+    DraftClose,
+    DrafterStatus,
+    DraftRule,
+    DraftSync,
+    Hello,
+    Refusal,
+    SpeculateReply,
+    StatusRequest,
+    VerifyCommit,
+    Welcome,
+)
+
+HELLO = Hello(
+    schema_version=SCHEMA_VERSION,
+    target_id="t",
+    num_steps=4,
+    vocab_size=100,
+    context_len=64,
+    token_map_blocks=["ab"],
+    allow_padded_vocab=False,
+)
+SYNC = DraftSync(
+    rid="a", generation=3, committed_len=2, rule=DraftRule(temperature=0.7, seed=-(2**63))
+)
+COMMIT = VerifyCommit(
+    round_id=9,
+    rids=["a", "b"],
+    generations=[3, 4],
+    base_committed_lens=[2, 7],
+    num_verified_drafts=[4, 0],
+    num_tokens=[3, 1],
+)
+CLOSE = DraftClose(rids=["a"], generations=[3])
+WELCOME = Welcome(
+    schema_version=SCHEMA_VERSION, drafter_pid=1, vocab_size=100, context_len=64, max_sequences=8
+)
+REPLY = SpeculateReply(
+    round_id=9,
+    rids=["a", "b", "c"],
+    generations=[3, 4, 5],
+    base_committed_lens=[5, 8, 2],
+    num_drafts=[2, 1, 0],
+    served=["hit", "jit", "none"],
+    bonus_ranks=[0, -1, -1],
+)
+STATUS = DrafterStatus(*range(10), 0.5)
+
+TO_DRAFTER = [
+    (HELLO, None),
+    (SYNC, [7, 2**31 - 1]),
+    (COMMIT, [1, 2, 3, 4]),
+    (CLOSE, None),
+    (StatusRequest(), None),
+]
+TO_TARGET = [
+    (WELCOME, None),
+    (Refusal(reasons=["no"]), None),
+    (REPLY, [1, 2, 3]),
+    (STATUS, None),
+]
+
+
+@pytest.mark.parametrize(("message", "ids"), TO_DRAFTER)
+def test_messages_to_the_drafter_arrive_as_they_were(message, ids):
+    frames = encode(message, [] if ids is None else [ids])
+    assert decode_to_drafter(frames) == (message, ids or [])
+
+
+@pytest.mark.parametrize(("message", "ids"), TO_TARGET)
+def test_messages_to_the_target_arrive_as_they_were(message, ids):
+    frames = encode(message, [] if ids is None else [ids])
+    assert decode_to_target(frames) == (message, ids or [])
+
+
+def test_ids_travel_as_little_endian_int32():
+    assert encode(SYNC, [[1, 258]])[1] == bytes([1, 0, 0, 0, 2, 1, 0, 0])
+
+
+def test_messages_do_not_pass_in_the_wrong_direction():
+    with pytest.raises(ProtocolError, match="of this direction"):
+        decode_to_target(encode(COMMIT, [[1, 2, 3, 4]]))
+    with pytest.raises(ProtocolError, match="of this direction"):
+        decode_to_drafter(encode(REPLY, [[1, 2, 3]]))
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"\x01"],
+        [bytes([SCHEMA_VERSION]) + b"\x93garbage"],
+        [bytes([SCHEMA_VERSION]) + msgspec.msgpack.encode({"type": "surprise"})],
+        [bytes([SCHEMA_VERSION]) + msgspec.msgpack.encode({"type": "sync", "rid": 5})],
+    ],
+    ids=["nothing", "empty", "version alone", "not msgpack", "unknown tag", "wrong type"],
+)
+def test_what_is_no_message_is_refused(frames):
+    with pytest.raises(ProtocolError):
+        decode_to_drafter(frames)
+
+
+def test_another_schema_version_is_refused_except_in_the_handshake():
+    """Hello and its answers compare versions, so they must be readable to say what is wrong."""
+    frames = encode(SYNC, [[1, 2]])
+    frames[0] = bytes([SCHEMA_VERSION + 1]) + frames[0][1:]
+    with pytest.raises(ProtocolError, match="schema version"):
+        decode_to_drafter(frames)
+    hello = encode(HELLO)
+    assert decode_to_drafter([b"\xff" + hello[0][1:]]) == (HELLO, [])
+
+
+@pytest.mark.parametrize(
+    ("message", "id_frames"),
+    [
+        (SYNC, []),
+        (SYNC, [b"\0" * 7]),
+        (SYNC, [b"\0" * 12]),
+        (SYNC, [b"\0" * 8, b""]),
+        (COMMIT, [b"\0" * 12]),
+        (CLOSE, [b"\0" * 4]),
+        (HELLO, [b""]),
+    ],
+)
+def test_ids_must_be_as_many_as_declared(message, id_frames):
+    with pytest.raises(ProtocolError, match="expected"):
+        decode_to_drafter([*encode(message), *id_frames])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rids": ["a"]},
+        {"generations": [3]},
+        {"base_committed_lens": [2, 7, 1]},
+        {"num_verified_drafts": []},
+        {"num_tokens": [4]},
+        {"base_committed_lens": [0, 7]},
+        {"num_verified_drafts": [4, -1]},
+        {"num_tokens": [5, -1]},
+    ],
+)
+def test_columns_of_a_commit_agree(change):
+    message = msgspec.structs.replace(COMMIT, **change)
+    with pytest.raises(ProtocolError):
+        decode_to_drafter(encode(message, [[1, 2, 3, 4]]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_drafts": [4, -1, 0]},
+        {"base_committed_lens": [5, -8, 2]},
+        {"served": ["hit", "jit"]},
+        {"bonus_ranks": [0, -2, -1]},
+        {"generations": [3, 4]},
+    ],
+)
+def test_columns_of_a_reply_agree(change):
+    message = msgspec.structs.replace(REPLY, **change)
+    with pytest.raises(ProtocolError):
+        decode_to_target(encode(message, [[1, 2, 3]]))
+
+
+def test_a_wrong_row_is_named():
+    message = msgspec.structs.replace(COMMIT, num_tokens=[5, -1])
+    with pytest.raises(ProtocolError) as error:
+        decode_to_drafter(encode(message, [[1, 2, 3, 4]]))
+    assert (error.value.rid, error.value.got) == ("b", -1)
+
+
+def test_oversize_is_refused_before_it_is_decoded():
+    with pytest.raises(ProtocolError, match="bytes a frame"):
+        decode_to_drafter([encode(SYNC)[0], bytes(MAX_FRAME_BYTES + 1)])
+
+
+def test_no_random_damage_escapes_as_another_error():
+    rng = random.Random(0)
+    originals = [encode(m, [] if ids is None else [ids]) for m, ids in TO_DRAFTER + TO_TARGET]
+    for _ in range(4000):
+        frames = [bytearray(frame) for frame in rng.choice(originals)]
+        victim = rng.choice(frames)
+        for _ in range(rng.randint(1, 3)):
+            if victim:
+                victim[rng.randrange(len(victim))] = rng.randrange(256)
+        if rng.random() < 0.3:
+            del victim[rng.randrange(len(victim) + 1) :]
+        for decode in (decode_to_drafter, decode_to_target):
+            try:
+                decode([bytes(frame) for frame in frames])
+            except ProtocolError:
+                continue
+
+
+def test_token_ids_are_checked_against_a_vocabulary():
+    assert check_token_ids([], 10)
+    assert check_token_ids([0, 9], 10)
+    assert not check_token_ids([0, 10], 10)
+    assert not check_token_ids([-1, 3], 10)
