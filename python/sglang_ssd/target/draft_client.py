@@ -209,18 +209,17 @@ class DraftClient:
 
     def _wait_for(self, rows: list[DraftSequence]) -> None:
         start = time.monotonic_ns()
-        deadline = time.monotonic() + self._patience()
+        patience = self._patience()
+        deadline = time.monotonic() + patience
         while True:
-            waiting = any(row.reply_len != len(row.tokens) and self._is_current(row) for row in rows)
+            waiting = self._is_missing(rows)
             timeout = max(0.0, deadline - time.monotonic()) if waiting else 0.0
             received = self._transport.receive(timeout)
             for message, ids in received:
                 self._handle(message, ids)
-            if not received and (not waiting or time.monotonic() >= deadline):
+            if not received or not self._is_missing(rows):
                 break
-            if not waiting:
-                break
-        self._note_wait(rows, deadline, start)
+        self._note_wait(rows, start, waited=patience > 0)
 
     def _patience(self) -> float:
         """How long this round may wait: the deadline, or nothing while the drafter does not keep up."""
@@ -231,22 +230,24 @@ class DraftClient:
             return 0.0
         return self._reply_deadline_s
 
-    def _note_wait(self, rows: list[DraftSequence], deadline: float, start: int) -> None:
+    def _note_wait(self, rows: list[DraftSequence], start: int, *, waited: bool) -> None:
         end = time.monotonic_ns()
         self._tracer.add("wait for drafts", start, end, rows=len(rows))
         self.stats.waits += 1
         self.stats.reply_wait_seconds += (end - start) / 1e9
-        late = [r for r in rows if r.reply_len != len(r.tokens) and self._is_current(r)]
-        if not late:
-            if rows and not self._dead:
-                self._strikes = self._skip_rounds = 0
-                self.stats.degraded = False
+        if self._dead:
             return
-        if self._skip_rounds == 0 and time.monotonic() >= deadline and not self._dead:
+        if not self._is_missing(rows):
+            self._strikes = self._skip_rounds = 0
+            self.stats.degraded = False
+        elif waited:
             self._strikes += 1
             self._skip_rounds = min(2**self._strikes, _MAX_SKIPPED_ROUNDS)
             self.stats.missed_deadlines += 1
             self._warn(f"no drafts within {self._reply_deadline_s * 1000:g} ms")
+
+    def _is_missing(self, rows: list[DraftSequence]) -> bool:
+        return any(row.reply_len != len(row.tokens) and self._is_current(row) for row in rows)
 
     def _warn(self, reason: str) -> None:
         self.stats.degraded = True

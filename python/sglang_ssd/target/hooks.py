@@ -19,6 +19,7 @@ from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.core.shared_noise import next_copy_seed
 from sglang_ssd.drafter.process import DrafterHandle, settings_for_target, start_drafter
 from sglang_ssd.platform.cpu import drafter_cores
+from sglang_ssd.platform import affinity, cpu
 from sglang_ssd.target.draft_client import DraftClient, summarize
 from sglang_ssd.target.handshake import connect
 
@@ -64,6 +65,13 @@ def start_before_target_loads(scheduler: Scheduler) -> None:
     )
     _drafter = start_drafter(settings, config)
     atexit.register(_drafter.stop)
+
+
+def _drafter_cores(config: SsdConfig) -> str:
+    """Cores beside the target's where both compute on the CPU; elsewhere the setting as it is."""
+    if not cpu.is_selected():
+        return config.drafter_cores
+    return affinity.format_cores(affinity.split_cores(config, affinity.lent_cores()).drafter)
 
 
 def connect_client(
