@@ -4,9 +4,9 @@
     python benchmark/acceptance.py --only identity law  some items
     python benchmark/acceptance.py --quick              everything at the size of every commit
 
-Writes benchmark/results/<date>-cpu-acceptance.json after every item, and the same as Markdown. An item
-that passed at the same commit is not run again, so an interrupted run goes on where it stopped. The
-items are the end-to-end tests themselves, at another size.
+Writes benchmark/results/<date>-cpu-acceptance.json after every item, and the same as Markdown. An
+item that passed with the same sources is not run again, so an interrupted run goes on where it
+stopped. The items are the end-to-end tests themselves, at another size.
 """
 
 from __future__ import annotations
@@ -75,8 +75,13 @@ def run_item(name: str, size: str) -> Record:
             "figures": json.loads(figures.read_text()) if figures.exists() else {},
             "size": size,
             "seconds": round(time.monotonic() - start),
-            "commit": commit(),
+            "commit": git("describe", "--always", "--dirty", "--abbrev=12"),
+            "sources": sources(),
         }
+
+
+def is_passed(record: Record) -> bool:
+    return not record["failures"] and record["sources"] == sources()
 
 
 def read_report(report: Path) -> Record:
@@ -97,10 +102,14 @@ def read_report(report: Path) -> Record:
     }
 
 
-def commit() -> str:
-    """The commit, with a mark if the working tree differs from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+def sources() -> str:
+    """Names what is committed of the product and its tests; results may be committed in between."""
+    return git("rev-parse", "HEAD:python", "HEAD:kernels", "HEAD:test").replace("\n", " ")
+
+
+def git(*arguments: str) -> str:
+    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return run.stdout.strip()
 
 
 def machine() -> Record:
@@ -170,10 +179,9 @@ def main() -> None:
     results["machine"] = machine()
     for name in arguments.only:
         before = results["items"].get(name)
-        if before and not arguments.again and not before["failures"]:
-            if before["commit"] == commit():
-                print(f"{name}: passed at {before['commit']}, not run again")
-                continue
+        if not arguments.again and before and is_passed(before):
+            print(f"{name}: passed at {before['commit']}, not run again")
+            continue
         results["items"][name] = run_item(name, size)
         path.write_text(json.dumps(results, indent=2) + "\n")
         path.with_suffix(".md").write_text(to_markdown(results))
