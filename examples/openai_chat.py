@@ -1,6 +1,6 @@
 """Chat with the server through the OpenAI client, once whole and once streamed.
 
-    python examples/openai_chat.py [--url http://127.0.0.1:30000]
+python examples/openai_chat.py [--url http://127.0.0.1:30000]
 """
 
 from __future__ import annotations

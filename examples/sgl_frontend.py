@@ -1,6 +1,6 @@
 """A program of SGLang's frontend language against the server: fork, gen and select.
 
-    python examples/sgl_frontend.py [--url http://127.0.0.1:30000]
+python examples/sgl_frontend.py [--url http://127.0.0.1:30000]
 """
 
 from __future__ import annotations

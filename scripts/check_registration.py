@@ -8,10 +8,11 @@ from __future__ import annotations
 from importlib.metadata import distribution
 from pathlib import Path
 
-import sglang_ssd
-import sglang_ssd_kernels
 from sglang.srt.plugins import load_plugins
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+import sglang_ssd
+import sglang_ssd_kernels
 
 
 def main() -> None:
