@@ -147,20 +147,31 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
 
 
+class ConfigReading(msgspec.Struct, frozen=True):
+    """The settings that could be read, defaults for the others, and why those could not."""
+
+    config: SsdConfig
+    reasons: list[str]
+
+
 def load_config(env: Mapping[str, str] = os.environ) -> SsdConfig:
     """The config of SGLANG_SSD_CONFIG, or the defaults; SettingsError with every reason at once."""
+    return _unless_wrong(read_config(env))
+
+
+def read_config(env: Mapping[str, str] = os.environ) -> ConfigReading:
+    """As load_config, but the reasons are returned: others may have more to say."""
     text = env.get(CONFIG_ENV, "").strip()
     if not text:
-        return SsdConfig()
-    if not text.startswith("{"):
-        text = _read_file(text)
+        return ConfigReading(SsdConfig(), [])
     try:
+        if not text.startswith("{"):
+            text = Path(text).read_text(encoding="utf-8")
         settings = msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise SettingsError(
-            f"{CONFIG_ENV} must be a JSON object or the path of one: {error}"
-        ) from error
-    return build_config(settings)
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        reason = f"{CONFIG_ENV} must be a JSON object or the path of one: {error}"
+        return ConfigReading(SsdConfig(), [reason])
+    return read_settings(settings)
 
 
 def dump_config(config: SsdConfig) -> str:
@@ -169,10 +180,12 @@ def dump_config(config: SsdConfig) -> str:
 
 
 def build_config(settings: Mapping[str, Any], *, from_text: bool = False) -> SsdConfig:
-    """A config from names and values; SettingsError with every wrong one and what is allowed.
+    """A config from names and values; SettingsError with every wrong one and what is allowed."""
+    return _unless_wrong(read_settings(settings, from_text=from_text))
 
-    from_text: values may be the texts of a command line.
-    """
+
+def read_settings(settings: Mapping[str, Any], *, from_text: bool = False) -> ConfigReading:
+    """from_text: values may be the texts of a command line."""
     fields = {field.name: field for field in msgspec.structs.fields(SsdConfig)}
     reasons, values = [], {}
     for name, value in settings.items():
@@ -181,15 +194,21 @@ def build_config(settings: Mapping[str, Any], *, from_text: bool = False) -> Ssd
             reasons.append(f"{flag_name(name)}: no such setting; there are {known}")
             continue
         try:
-            values[name] = msgspec.convert(value, type=fields[name].type, strict=not from_text)
+            converted = msgspec.convert(value, type=fields[name].type, strict=not from_text)
         except msgspec.ValidationError:
             reasons.append(_reason(name, value))
             continue
-        if isinstance(values[name], float) and not math.isfinite(values[name]):
+        if isinstance(converted, float) and not math.isfinite(converted):
             reasons.append(_reason(name, value))
-    if reasons:
-        raise SettingsError("Wrong SSD settings:\n  " + "\n  ".join(reasons))
-    return SsdConfig(**values)
+            continue
+        values[name] = converted
+    return ConfigReading(SsdConfig(**values), reasons)
+
+
+def _unless_wrong(reading: ConfigReading) -> SsdConfig:
+    if reading.reasons:
+        raise SettingsError("Wrong SSD settings:\n  " + "\n  ".join(reading.reasons))
+    return reading.config
 
 
 def validate(config: SsdConfig, num_steps: int) -> list[str]:
@@ -282,15 +301,6 @@ def _shown(value: object) -> str:
     if isinstance(value, list):
         return ",".join(str(item) for item in value)
     return repr(value) if isinstance(value, str) else str(value)
-
-
-def _read_file(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f"{CONFIG_ENV} must be a JSON object or the path of one; {path!r}: {error}"
-        ) from error
 
 
 def _is_local_endpoint(endpoint: str) -> bool:

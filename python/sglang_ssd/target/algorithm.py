@@ -14,7 +14,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ssd import compat
-from sglang_ssd.config import SsdConfig, load_config
+from sglang_ssd.config import SettingsError, SsdConfig, read_config
 from sglang_ssd.config import validate as config_reasons
 from sglang_ssd.platform import affinity
 
@@ -46,8 +46,11 @@ ALLOWED_VALUES: dict[str, tuple[object, str]] = {
     "page_size": (1, "must be 1"),
     "pp_size": (1, "must be 1"),
     "dp_size": (1, "must be 1"),
-    "enable_dp_attention": (False, "must be left out"),
+    "attn_dp_size": (1, "must be 1"),
+    "attn_cp_size": (1, "must be 1"),
+    "dcp_size": (1, "must be 1"),
     "enable_lora": (False, "must be left out"),
+    "lora_paths": (None, "must be left out"),
     "enable_mixed_chunk": (False, "must be left out"),
     "disaggregation_mode": ("null", "must be null"),
     "tokenizer_worker_num": (1, "must be 1"),
@@ -121,24 +124,22 @@ def widen_request_rows(extra_columns: int) -> int:
 
 
 def validate_server_args(server_args: ServerArgs) -> None:
-    """ValueError with every reason why these settings cannot be served."""
+    """SettingsError with every reason why these settings cannot be served."""
     reasons = compat.reasons() or setting_reasons(server_args)
     if reasons:
         lines = "\n  ".join(reasons)
-        raise ValueError(f"--speculative-algorithm {ALGORITHM} cannot start:\n  {lines}")
+        raise SettingsError(f"--speculative-algorithm {ALGORITHM} cannot start:\n  {lines}")
 
 
 def setting_reasons(server_args: ServerArgs) -> list[str]:
     """Reasons against flags and config together; SGLang's fields are read as resolved so far."""
     reasons = _step_reasons(server_args) + _value_reasons(server_args)
     reasons += _foreign_flag_reasons(server_args)
-    try:
-        config = load_config()
-    except ValueError as error:
-        return [*reasons, str(error)]
-    reasons += config_reasons(config, _num_steps(server_args))
-    reasons += affinity.core_reasons(config, affinity.lent_cores())
-    return reasons + _model_reasons(server_args, config)
+    reading = read_config()
+    reasons += reading.reasons
+    reasons += config_reasons(reading.config, _num_steps(server_args))
+    reasons += affinity.core_reasons(reading.config, affinity.lent_cores())
+    return reasons + _model_reasons(server_args, reading.config)
 
 
 def _num_steps(server_args: ServerArgs) -> int:
@@ -167,8 +168,7 @@ def _value_reasons(server_args: ServerArgs) -> list[str]:
     reasons = []
     for field, (allowed, words) in ALLOWED_VALUES.items():
         value = getattr(server_args, field)
-        # None and False both mean "not asked for".
-        if value != allowed and not (value is None and not allowed):
+        if value is not None and value != allowed:
             reasons.append(f"{_flag(field)} {value}: {words}")
     return reasons
 

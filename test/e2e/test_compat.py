@@ -1,0 +1,63 @@
+"""What we hook and override is what the installed SGLang has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from sglang_ssd import compat
+
+HOOKS_PROGRAM = """
+import json, os
+os.environ["SGLANG_PLATFORM"] = "ssd_cpu"
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+load_plugins()
+ours = {
+    target: target in HookRegistry._patched
+    for target, hooks in HookRegistry._hooks.items()
+    if any(source is not None and source.plugin_name == "ssd" for _, _, source in hooks)
+}
+print("RESULT" + json.dumps(ours))
+"""
+
+
+def test_this_sglang_is_supported() -> None:
+    """Red when SGLang changes a function that we hook or override."""
+    assert compat.reasons() == []
+
+
+def test_every_hook_is_checked_and_applied() -> None:
+    """Red when a hook is added that compat does not know, or SGLang could not apply one."""
+    run = subprocess.run(
+        [sys.executable, "-c", HOOKS_PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+        env=os.environ,
+    )
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
+    applied = json.loads(line.removeprefix("RESULT"))
+    assert set(applied) == set(compat.HOOKED)
+    assert all(applied.values()), applied
+
+
+def test_changed_functions_are_named() -> None:
+    expected = {
+        "sglang.srt.utils.numa_utils.init_threads_binding": ("cores",),
+        "sglang.srt.no_such_module.function": (),
+        "sglang.srt.utils.numa_utils.no_such_function": (),
+    }
+    reasons = compat.signature_reasons(expected)
+    assert len(reasons) == 3
+    assert all(path in reason for path, reason in zip(expected, reasons, strict=True))
+
+
+def test_another_version_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(compat.metadata, "version", lambda name: "0.4.0")
+    [reason] = compat.reasons()
+    assert "0.4.0" in reason
+    assert compat.tested_range() in reason
