@@ -1,4 +1,4 @@
-"""Acceptance and hit rate with and without shared noise, on the target's own samples.
+r"""Acceptance and hit rate with and without shared noise, on the target's own samples.
 
     python benchmark/acceptance_by_noise.py --target HuggingFaceTB/SmolLM2-135M-Instruct \
         --draft-noise 0.1

@@ -1,4 +1,4 @@
-"""Predict AR, SD and SSD from measured forward times and acceptance, and the best K and F.
+r"""Predict AR, SD and SSD from measured forward times and acceptance, and the best K and F.
 
     python benchmark/simulate.py --times results/round.json --acceptance 0.9 \
         --hit-after-rejection 0.75 --hit-after-all-accepted 0.93
