@@ -1,4 +1,4 @@
-r"""Forward times that make a round: verify by width on the target, branch step by rows on the drafter.
+r"""Forward times of a round: verify by width on the target, branch step by rows on the drafter.
 
     python benchmark/bench_round.py --target Qwen/Qwen2.5-Coder-1.5B-Instruct \
         --draft Qwen/Qwen2.5-Coder-0.5B-Instruct --dtype bfloat16
