@@ -56,9 +56,9 @@ def serve(settings: DrafterSettings, config: SsdConfig) -> None:
     """Load and serve; returns only by an exception (SystemExit when told to stop)."""
     from sglang_ssd.drafter.loop import DraftLoop
     from sglang_ssd.trace import Tracer
-    from sglang_ssd.wire.transport import DrafterSocket, unique_ipc_endpoint
+    from sglang_ssd.wire.transport import DrafterSocket
 
-    transport = DrafterSocket(settings.endpoint or unique_ipc_endpoint())
+    transport = DrafterSocket(settings.endpoint)
     try:
         device = _choose_device(settings.device)
         if device == "cpu":
@@ -68,11 +68,12 @@ def serve(settings: DrafterSettings, config: SsdConfig) -> None:
         load_plugins()
         from sglang_ssd.drafter.runner import SglangModelStep, load_tokens
 
+        max_sequences = settings.max_sequences or _DEFAULT_MAX_SEQUENCES
         loop = DraftLoop(
-            model=SglangModelStep(settings, device=device),
+            model=SglangModelStep(settings, device=device, max_sequences=max_sequences),
             transport=transport,
             config=config,
-            max_sequences=settings.max_sequences or _DEFAULT_MAX_SEQUENCES,
+            max_sequences=max_sequences,
             tokens=load_tokens(settings),
             tracer=Tracer(config.trace, "drafter"),
         )

@@ -41,8 +41,8 @@ class DrafterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     quantization: str | None = None
     trust_remote_code: bool = False
 
-    endpoint: str | None = None
-    """None: start_drafter makes a fresh ipc:// endpoint in a directory of its own."""
+    endpoint: str = ""
+    """Empty: start_drafter makes a fresh ipc:// endpoint in a directory of its own."""
     device: str = "auto"
     dtype: str = "auto"
     max_total_tokens: int | None = None
@@ -78,7 +78,7 @@ def settings_for_target(
         load_format=flags.speculative_draft_load_format or "auto",
         quantization=flags.speculative_draft_model_quantization,
         trust_remote_code=flags.trust_remote_code,
-        endpoint=config.endpoint,
+        endpoint=config.endpoint or "",
         device=config.drafter_device,
         dtype=config.drafter_dtype,
         max_total_tokens=config.drafter_max_total_tokens,
@@ -97,7 +97,7 @@ def to_argv(settings: DrafterSettings) -> list[str]:
         flag = "--" + name.replace("_", "-")
         if value is True:
             argv.append(flag)
-        elif value is not None and value is not False:
+        elif value not in (None, False, ""):
             argv += [flag, str(value)]
     return argv
 
@@ -155,7 +155,7 @@ def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle
     """Start the process and return at once; call from a thread that lives as long as the server."""
     socket_dir = None
     endpoint = settings.endpoint
-    if endpoint is None:
+    if not endpoint:
         _sweep_socket_dirs()
         socket_dir = tempfile.mkdtemp(prefix=f"{_SOCKET_DIR_PREFIX}{os.getpid()}-")
         endpoint = f"ipc://{socket_dir}/drafter"

@@ -65,8 +65,10 @@ class PlannedForward:
 class SglangModelStep:
     """See the module docstring. One per process: SGLang's configuration is process-wide."""
 
-    def __init__(self, settings: DrafterSettings, *, device: str) -> None:
-        server_args = _server_args(settings, device=device)
+    def __init__(
+        self, settings: DrafterSettings, *, device: str, max_sequences: int = 1
+    ) -> None:
+        server_args = _server_args(settings, device=device, max_sequences=max_sequences)
         ports = PortArgs.init_new(server_args)
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=settings.gpu_id))
         _init_process_global_configs()
@@ -190,7 +192,9 @@ def load_tokens(settings: DrafterSettings) -> list[str]:
     return token_strings(tokenizer.get_vocab())
 
 
-def _server_args(settings: DrafterSettings, *, device: str) -> ServerArgs:
+def _server_args(
+    settings: DrafterSettings, *, device: str, max_sequences: int
+) -> ServerArgs:
     model_dir = Path(settings.model_path)
     total_tokens = settings.max_total_tokens
     if model_dir.is_dir():
@@ -212,7 +216,7 @@ def _server_args(settings: DrafterSettings, *, device: str) -> ServerArgs:
         context_length=settings.context_length,
         mem_fraction_static=settings.mem_fraction,
         max_total_tokens=total_tokens,
-        max_running_requests=1,  # sizes req_to_token, which we do not use
+        max_running_requests=max_sequences,  # the most rows of one forward
         attention_backend="ssd_cpu",
         page_size=1,
         disable_radix_cache=True,
