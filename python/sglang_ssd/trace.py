@@ -7,12 +7,15 @@ machine, whole lines are written with O_APPEND, and the format lets the closing 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
+
+logger = logging.getLogger(__name__)
 
 _FLUSH_EVENTS = 256
 _FLUSH_SECONDS = 1.0
@@ -71,7 +74,11 @@ class Tracer:
             return
         lines = b"".join(msgspec.json.encode(event) + b",\n" for event in self._events)
         self._events.clear()
-        _append(self._path, lines)
+        try:
+            _append(self._path, lines)
+        except OSError as error:
+            logger.warning("--ssd-trace %s: tracing stops: %s", self._path, error)
+            self._path = None
 
 
 def _start_file(path: str) -> None:
@@ -84,6 +91,6 @@ def _start_file(path: str) -> None:
 
 
 def _append(path: str, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.write(descriptor, data)
     os.close(descriptor)
