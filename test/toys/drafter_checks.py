@@ -11,6 +11,7 @@ from toys.toy_target import Reply, ToyTarget
 
 from sglang_ssd.core.shared_noise import rank_candidates
 from sglang_ssd.drafter.model_step import BranchRows
+from sglang_ssd.wire.messages import DraftRule
 
 
 class RecordingModel(ToyDraftModel):
@@ -74,3 +75,12 @@ def assert_replies_continue(target: ToyTarget, replies: list[Reply]) -> None:
         positions = list(range(reply.base - 1, reply.base - 1 + count))
         best = rank_candidates(logits[-count:], [request.rule] * count, positions, 1)
         assert reply.drafts == best[:, 0].tolist(), f"{reply} does not continue its ids"
+
+
+def continuation(model: ToyDraftModel, tokens: list[int], rule: DraftRule, count: int) -> list[int]:
+    """What the draft model says after `tokens`, one token at a time."""
+    line = list(tokens)
+    for _ in range(count):
+        logits, _ = model.reference(line)
+        line.append(int(rank_candidates(logits[-1:], [rule], [len(line) - 1], 1)[0, 0]))
+    return line[len(tokens) :]
