@@ -233,8 +233,8 @@ def test_a_guess_without_a_step_is_a_miss_of_known_rank():
 
 
 def test_a_lost_commit_is_walked_as_far_as_it_was_guessed():
-    inside = in_flight().take([41, 43, 44, 45])  # branch (1, 43) and its drafts 44 45
-    assert (inside.kind, inside.bonus_rank, inside.drafts) == ("hit", 0, [46, 47])
+    inside = in_flight().take([41, 44, 45, 46])  # branch (1, 44), of rank 1, and its drafts 45 46
+    assert (inside.kind, inside.bonus_rank, inside.drafts) == ("hit", 0, [47, 48])
     left = in_flight().take([41, 43, 44, 99, 100])
     assert (left.kind, left.unfed_tokens, left.trunk_len) == ("miss", [99, 100], 7)
     beyond = in_flight().take([41, 43, 44, 45, 46, 47, 48])

@@ -2,13 +2,14 @@
 
 Messages pass through the real encoding, so that damaged bytes meet the real checks. Time is a count
 of ticks and chance comes from one seed: the same calls give the same run. A target that waits lets
-the clock run and the drafter work (`pump`); only when nothing comes does it sleep for its timeout.
+the clock run and the drafter work (`pump`). Nothing sleeps, so whoever has a deadline on this wire
+takes the time from `clock`.
 """
 
 from __future__ import annotations
 
+import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -53,12 +54,12 @@ class FakeWire:
         seed: int = 0,
         to_drafter: Faults | None = None,
         to_target: Faults | None = None,
-        ticks_per_wait: int = 32,
+        tick_s: float = 0.001,
     ) -> None:
         self.now = 0
+        self.tick_s = tick_s
         self.pump: Callable[[], None] = _do_nothing
         """What goes on elsewhere while a target waits one tick: usually the drafter's step."""
-        self.ticks_per_wait = ticks_per_wait
         self.faults: dict[Direction, Faults] = {
             "to_drafter": to_drafter or Faults(),
             "to_target": to_target or Faults(),
@@ -75,6 +76,10 @@ class FakeWire:
 
     def tick(self) -> None:
         self.now += 1
+
+    def clock(self) -> float:
+        """Seconds, as time.monotonic would give them."""
+        return self.now * self.tick_s
 
     def kill(self, direction: Direction) -> None:
         """Lose what is under way and whatever is sent until `revive`."""
@@ -160,14 +165,12 @@ class FakeTargetEnd:
         return True
 
     def receive(self, timeout_s: float) -> list[FromDrafter]:
-        for _ in range(self._wire.ticks_per_wait if timeout_s > 0 else 0):
-            received = self._fetch()
-            if received:
-                return received
-            self._wire.wait()
         received = self._fetch()
-        if not received and timeout_s > 0:
-            time.sleep(timeout_s)
+        for _ in range(math.ceil(timeout_s / self._wire.tick_s)):
+            if received:
+                break
+            self._wire.wait()
+            received = self._fetch()
         return received
 
     def close(self) -> None:

@@ -1,0 +1,237 @@
+"""Both ends of a round over a wire with every fault: DraftClient, FakeWire, DraftLoop, toy models.
+
+Whatever the wire does, texts equal plain decoding, afterwards the drafter holds nothing, and every
+slot was in one place all along.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from sglang_ssd.config import SsdConfig
+from sglang_ssd.core.acceptance import accept_chain
+from sglang_ssd.core.shared_noise import coupled_sample
+from sglang_ssd.drafter.loop import DraftLoop
+from sglang_ssd.target.draft_client import DraftClient
+from sglang_ssd.trace import Tracer
+from sglang_ssd.wire.fake import FakeWire, Faults
+from sglang_ssd.wire.messages import SCHEMA_VERSION, DraftRule, Hello
+from toys.toy_draft_model import ToyDraftModel
+
+NUM_STEPS = 3
+NUM_TOKENS = 20
+PROMPTS = {"a": [5, 9, 2], "b": [1], "c": list(range(30)), "d": [7, 7, 7, 7]}
+RULES = {
+    "a": DraftRule(),
+    "b": DraftRule(temperature=0.9, seed=11),
+    "c": DraftRule(temperature=0.6, seed=-5),
+    "d": DraftRule(),
+}
+HELLO = Hello(
+    schema_version=SCHEMA_VERSION,
+    target_id="toy",
+    num_steps=NUM_STEPS,
+    vocab_size=61,
+    context_len=400,
+    token_map_blocks=[],
+    allow_padded_vocab=False,
+)
+
+
+def choose(model: ToyDraftModel, rule: DraftRule, tokens: list[int], num: int) -> torch.Tensor:
+    """The target's own tokens [num] after each of the last num tokens."""
+    logits, _ = model.reference(tokens)
+    if rule.temperature == 0:
+        return logits[-num:].argmax(dim=-1)
+    logprobs = torch.log_softmax(logits[-num:] / rule.temperature, dim=-1)
+    positions = torch.arange(len(tokens) - num, len(tokens))
+    return coupled_sample(logprobs, seeds=torch.full((num,), rule.seed), positions=positions)
+
+
+@functools.cache
+def plain_texts() -> dict[str, list[int]]:
+    model = ToyDraftModel(seed=0, total_slots=1)
+    texts = {rid: list(prompt) for rid, prompt in PROMPTS.items()}
+    for rid, text in texts.items():
+        for _ in range(NUM_TOKENS):
+            text.append(int(choose(model, RULES[rid], text, 1)[0]))
+    return texts
+
+
+class WireClock:
+    """Stands for the module `time` in the client, so that its deadlines are counted in ticks."""
+
+    def __init__(self, wire: FakeWire) -> None:
+        self._wire = wire
+
+    def monotonic(self) -> float:
+        return self._wire.clock()
+
+    def monotonic_ns(self) -> int:
+        return int(1e9 * self._wire.clock())
+
+
+class Server:
+    """A target's rounds; while it verifies, the drafter has a few turns."""
+
+    def __init__(self, wire: FakeWire, *, draft_seed: int, backup: str) -> None:
+        self.target_model = ToyDraftModel(seed=0, total_slots=1)
+        self.wire = wire
+        self.loop = DraftLoop(
+            model=ToyDraftModel(seed=draft_seed, total_slots=1000),
+            transport=wire.drafter,
+            config=SsdConfig(fan_out=[2], backup=backup),
+            max_sequences=8,
+            tokens=[],
+            tracer=Tracer(None, ""),
+            clock=wire.clock,
+        )
+        self.drafter_runs = True
+        wire.pump = self.step_drafter
+        self.client = DraftClient(
+            wire.target(),
+            num_steps=NUM_STEPS,
+            vocab_size=61,
+            reply_deadline_s=0.016,
+            drafter_alive=lambda: True,
+        )
+        self.texts = {rid: list(prompt) for rid, prompt in PROMPTS.items()}
+
+    def start(self, to_drafter: Faults, to_target: Faults) -> None:
+        """Handshake (without it there is nothing to test), prompts, the prefill's own tokens."""
+        self.wire.target().send(HELLO)
+        self.step_drafter()
+        self.wire.target().receive(0.0)
+        self.wire.faults["to_drafter"], self.wire.faults["to_target"] = to_drafter, to_target
+        for rid, text in self.texts.items():
+            self.client.open(rid=rid, tokens=text, rule=RULES[rid])
+        self.verify_and_commit(list(self.texts), [[] for _ in self.texts])
+
+    def step_drafter(self) -> None:
+        if self.drafter_runs:
+            self.loop.step(0.0)
+
+    def run(self) -> int:
+        """Rounds until every request has its tokens."""
+        rounds = 0
+        while self.unfinished():
+            self.round()
+            rounds += 1
+            assert rounds <= NUM_TOKENS, "a round gives every request a token at least"
+        return rounds
+
+    def unfinished(self) -> list[str]:
+        return [r for r, text in self.texts.items() if len(text) < len(PROMPTS[r]) + NUM_TOKENS]
+
+    def round(self) -> None:
+        rids = self.unfinished()
+        self.verify_and_commit(rids, self.client.collect(rids))
+
+    def verify_and_commit(self, rids: list[str], drafts: list[list[int]]) -> None:
+        new_tokens = [self.verify(rid, row) for rid, row in zip(rids, drafts, strict=True)]
+        for _ in range(6):
+            self.wire.tick()
+            self.step_drafter()
+        self.loop.table.check_partition()
+        self.client.commit(
+            rids=rids, new_tokens=new_tokens, num_verified=[len(row) for row in drafts]
+        )
+
+    def verify(self, rid: str, drafts: list[int]) -> list[int]:
+        text = self.texts[rid]
+        chosen = choose(self.target_model, RULES[rid], text + drafts, len(drafts) + 1)
+        _, lens = accept_chain(
+            torch.tensor([drafts], dtype=torch.int64), chosen[None], torch.tensor([len(drafts)])
+        )
+        new_tokens: list[int] = chosen[: int(lens[0])].tolist()
+        text.extend(new_tokens)
+        return new_tokens
+
+    def expect_plain_texts(self) -> None:
+        for rid, expected in plain_texts().items():
+            assert self.texts[rid][: len(expected)] == expected
+
+
+@pytest.fixture
+def wire(monkeypatch):
+    wire = FakeWire(seed=3)
+    monkeypatch.setattr("sglang_ssd.target.draft_client.time", WireClock(wire))
+    return wire
+
+
+NO_FAULTS = Faults()
+ALL = Faults(drop=0.1, duplicate=0.2, corrupt=0.1, reorder=0.2, delay=6)
+FAULTS = {
+    "none": NO_FAULTS,
+    "drop": Faults(drop=0.3),
+    "delay": Faults(delay=12),
+    "reorder": Faults(reorder=0.4, delay=4),
+    "duplicate": Faults(duplicate=0.7),
+    "corrupt": Faults(corrupt=0.3),
+    "all": ALL,
+}
+
+
+@pytest.mark.parametrize(("draft_seed", "backup"), [(0, "jit"), (1, "none")])
+@pytest.mark.parametrize("name", FAULTS)
+def test_texts_equal_plain_decoding_whatever_the_wire_does(wire, name, draft_seed, backup):
+    server = Server(wire, draft_seed=draft_seed, backup=backup)
+    server.start(FAULTS[name], FAULTS[name])
+    rounds = server.run()
+    server.expect_plain_texts()
+    stats = server.client.stats
+    if draft_seed == 0:
+        assert rounds < NUM_TOKENS, "drafts of the same weights save rounds even on this wire"
+    if name == "none":
+        assert stats.on_time_rows == stats.rows
+
+
+def test_a_good_wire_wastes_no_round(wire):
+    """The same weights on both ends: after the prefill every round gives K + 1 tokens."""
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    assert server.run() == -(-(NUM_TOKENS - 1) // (NUM_STEPS + 1))
+
+
+@pytest.mark.parametrize("direction", ["to_drafter", "to_target"])
+def test_a_direction_that_dies_and_comes_back(wire, direction):
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.round()
+    wire.kill(direction)
+    for _ in range(3):
+        server.round()
+    wire.revive(direction)
+    on_time = server.client.stats.on_time_rows
+    server.run()
+    server.expect_plain_texts()
+    assert server.client.stats.on_time_rows > on_time, "speculation resumes"
+
+
+def test_a_frozen_drafter_costs_drafts_only(wire):
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.round()
+    server.drafter_runs = False
+    server.round()
+    server.round()
+    server.drafter_runs = True
+    server.run()
+    server.expect_plain_texts()
+
+
+@pytest.mark.parametrize("name", ["none", "drop", "all"])
+def test_an_idle_drafter_holds_nothing(wire, name):
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(FAULTS[name], FAULTS[name])
+    server.run()
+    wire.faults["to_drafter"] = NO_FAULTS
+    server.client.note_idle()
+    for _ in range(20):
+        wire.tick()
+        server.step_drafter()
+    assert server.loop.table.num_live == 0
+    assert server.loop.table.num_free_slots == server.loop.table.total_slots
