@@ -163,10 +163,13 @@ def test_rubbish_is_counted_and_costs_nobody_else(drafter, connect):
 
 def test_one_receive_is_bounded(drafter, connect):
     target = connect(drafter.endpoint)
-    for _ in range(600):
-        send_connected(target, DraftClose(rids=[], generations=[]))
+    for number in range(600):
+        send_connected(target, DraftClose(rids=[str(number)], generations=[1]))
     time.sleep(0.2)
-    assert len(drafter.receive(1.0)) <= 256
+    first = drafter.receive(1.0)
+    assert len(first) <= 256
+    received = first + receive(drafter, 600 - len(first))
+    assert [one.message.rids for one in received] == [[str(number)] for number in range(600)]
 
 
 def test_a_target_finds_a_drafter_that_was_started_again(tmp_path, connect):

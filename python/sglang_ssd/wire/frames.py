@@ -3,9 +3,9 @@
     frame 0   1 byte SCHEMA_VERSION, then the msgpack header (messages.py)
     frame 1   token ids, int32 little-endian; present iff the message is of a kind that has ids
 
-What `decode_to_drafter` and `decode_to_target` return is well-formed: lists of a message are
-equally long, counts are not negative and add up to the ids. Whether ids exist in a vocabulary is
-asked of `check_token_ids`; whether they belong to a live sequence only its owner knows.
+What `decode_to_drafter` and `decode_to_target` return is well-formed: types and ranges are those of
+messages.py, lists of a message are equally long, counts add up to the ids. Whether ids exist in a
+vocabulary is asked of `check_token_ids`; whether they belong to a live sequence only its owner knows.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _decode(frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[M]) -> tup
 
 
 def _decode_ids(message: object, frames: Sequence[bytes]) -> list[int]:
-    num_ids = _check_rows(message)
+    num_ids = _num_ids(message)
     if num_ids is None:
         if frames:
             raise ProtocolError(expected="no id frame", got=f"{len(frames)} frames")
@@ -114,39 +114,36 @@ def _decode_ids(message: object, frames: Sequence[bytes]) -> list[int]:
     return ids.tolist()
 
 
-def _check_rows(message: object) -> int | None:
-    """How many ids the message declares, None if its kind has no ids. Raises ProtocolError."""
+def _num_ids(message: object) -> int | None:
+    """How many ids the message declares, None if its kind has none. Raises if columns differ."""
     match message:
-        case DraftSync():
-            _check_at_least(1, [message.rid], committed_len=[message.committed_len])
-            return message.committed_len
         case VerifyCommit():
-            rids = message.rids
-            _check_at_least(None, rids, generations=message.generations)
-            _check_at_least(1, rids, base_committed_lens=message.base_committed_lens)
-            _check_at_least(0, rids, num_verified_drafts=message.num_verified_drafts)
-            _check_at_least(0, rids, num_tokens=message.num_tokens)
+            _check_columns(
+                message.rids,
+                generations=message.generations,
+                base_committed_lens=message.base_committed_lens,
+                num_verified_drafts=message.num_verified_drafts,
+                num_tokens=message.num_tokens,
+            )
             return sum(message.num_tokens)
         case SpeculateReply():
-            rids = message.rids
-            _check_at_least(None, rids, generations=message.generations)
-            _check_at_least(0, rids, base_committed_lens=message.base_committed_lens)
-            _check_at_least(0, rids, num_drafts=message.num_drafts)
-            _check_at_least(-1, rids, bonus_ranks=message.bonus_ranks)
-            if len(message.served) != len(rids):
-                raise ProtocolError(expected=f"{len(rids)} served", got=len(message.served))
+            _check_columns(
+                message.rids,
+                generations=message.generations,
+                base_committed_lens=message.base_committed_lens,
+                num_drafts=message.num_drafts,
+                served=message.served,
+                bonus_ranks=message.bonus_ranks,
+            )
             return sum(message.num_drafts)
+        case DraftSync():
+            return message.committed_len
         case DraftClose():
-            _check_at_least(None, message.rids, generations=message.generations)
+            _check_columns(message.rids, generations=message.generations)
     return None
 
 
-def _check_at_least(minimum: int | None, rids: Sequence[str], **columns: Sequence[int]) -> None:
-    """Each column has one value per rid, none below minimum."""
+def _check_columns(rids: Sequence[str], **columns: Sequence[object]) -> None:
     for name, values in columns.items():
         if len(values) != len(rids):
             raise ProtocolError(expected=f"{len(rids)} {name}", got=len(values))
-        if minimum is None or not values or min(values) >= minimum:
-            continue
-        row = min(range(len(values)), key=values.__getitem__)
-        raise ProtocolError(rid=rids[row], expected=f"{name} >= {minimum}", got=values[row])

@@ -13,11 +13,15 @@ for a rid, so anything that still speaks of an older opening is a no-op.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 SCHEMA_VERSION = 1
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Length = Annotated[int, msgspec.Meta(ge=1)]
+Rank = Annotated[int, msgspec.Meta(ge=-1)]
 
 Served = Literal["hit", "chain_hit", "jit", "sync", "none", "full", "context", "unknown"]
 """How a reply row came about.
@@ -73,7 +77,7 @@ class DraftSync(msgspec.Struct, frozen=True, tag="sync"):
 
     rid: str
     generation: int
-    committed_len: int
+    committed_len: Length
     rule: DraftRule
 
 
@@ -83,9 +87,9 @@ class VerifyCommit(msgspec.Struct, frozen=True, tag="commit"):
     round_id: int
     rids: list[str]
     generations: list[int]
-    base_committed_lens: list[int]  # ids of row i start at this length
-    num_verified_drafts: list[int]  # how many drafts this round's verify looked at
-    num_tokens: list[int]
+    base_committed_lens: list[Length]  # ids of row i start at this length
+    num_verified_drafts: list[Count]  # how many drafts this round's verify looked at
+    num_tokens: list[Count]
 
 
 class DraftClose(msgspec.Struct, frozen=True, tag="close"):
@@ -105,10 +109,10 @@ class SpeculateReply(msgspec.Struct, frozen=True, tag="reply"):
     round_id: int
     rids: list[str]
     generations: list[int]
-    base_committed_lens: list[int]  # drafts of row i continue this length, which is acknowledged
-    num_drafts: list[int]
+    base_committed_lens: list[Count]  # drafts of row i continue this length, which is acknowledged
+    num_drafts: list[Count]
     served: list[Served]
-    bonus_ranks: list[int]  # rank of the bonus among its position's guesses; -1: not guessed
+    bonus_ranks: list[Rank]  # rank of the bonus among its position's guesses; -1: not guessed
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status?"):

@@ -224,18 +224,21 @@ def _receive(
     decode: Callable[[list[bytes]], T],
     stats: TransportStats,
 ) -> list[T]:
+    # One blocking call and no exception on the usual path: a round waits for this.
     received: list[T] = []
-    if not socket.poll(math.ceil(timeout_s * 1000)):
+    socket.setsockopt(zmq.RCVTIMEO, math.ceil(timeout_s * 1000))
+    try:
+        frames = socket.recv_multipart()
+    except zmq.Again:
         return received
-    for _ in range(_MAX_PER_RECEIVE):
-        try:
-            frames = socket.recv_multipart(flags=zmq.NOBLOCK)
-        except zmq.Again:
-            break
+    for num_left in reversed(range(_MAX_PER_RECEIVE)):
         try:
             received.append(decode(frames))
         except ProtocolError:
             stats.malformed += 1
+        if not num_left or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            break
+        frames = socket.recv_multipart()
     stats.received += len(received)
     return received
 
