@@ -4,8 +4,8 @@
     frame 1   token ids, int32 little-endian; present iff the message is of a kind that has ids
 
 What `decode_to_drafter` and `decode_to_target` return is well-formed: types and ranges are those of
-messages.py, lists of a message are equally long, counts add up to the ids. Whether ids exist in a
-vocabulary is asked of `check_token_ids`; whether they belong to a live sequence only its owner knows.
+messages.py, lists of a message are equally long, counts add up to the ids. Whether ids exist in
+a vocabulary is asked of `check_token_ids`; whether they belong to a live sequence its owner knows.
 """
 
 from __future__ import annotations
