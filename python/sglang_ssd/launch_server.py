@@ -26,6 +26,7 @@ from sglang_ssd.config import (
     help_text,
     load_config,
 )
+from sglang_ssd.platform.affinity import core_reasons, lent_cores
 
 PLATFORM_ENV = "SGLANG_PLATFORM"
 CPU_PLATFORM = "ssd_cpu"
@@ -123,20 +124,25 @@ def _serve(server_argv: list[str], settings: dict[str, Any]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     server_args = prepare_server_args(server_argv)
-    _require_algorithm(server_args.speculative_algorithm, settings)
+    if (server_args.speculative_algorithm or "").upper() != "SSD":
+        _check_without_ssd(server_args.speculative_algorithm, settings)
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def _require_algorithm(algorithm: str | None, settings: dict[str, Any]) -> None:
+def _check_without_ssd(algorithm: str | None, settings: dict[str, Any]) -> None:
+    """What the algorithm's own validation would have found."""
     idle = [flag_name(name) for name in settings if name not in HOLDS_WITHOUT_SSD]
-    if idle and (algorithm or "").upper() != "SSD":
+    if idle:
         raise SettingsError(
             f"{', '.join(idle)}: mean something only with --speculative-algorithm SSD "
             f"(given: {algorithm})"
         )
+    reasons = core_reasons(load_config(), lent_cores())
+    if reasons:
+        raise SettingsError("; ".join(reasons))
 
 
 def _print_help() -> None:

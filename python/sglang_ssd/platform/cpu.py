@@ -138,6 +138,14 @@ def bind_rank(original: Callable[..., str], *, numa_index: int, world_size: int)
         cores, num_sharers = affinity.parse_cores(text), 1
     else:
         cores, num_sharers = _target_cores(), world_size
+    from sglang.srt.runtime_context import get_schedule
+
+    if world_size > 1 and get_schedule().max_total_tokens is None:
+        logger.warning(
+            "SSD: %d ranks share this machine's memory, but SGLang sizes the KV cache of each as "
+            "if it were alone: set --max-total-tokens",
+            world_size,
+        )
     num_threads = affinity.pin_process(cores, num_sharers=num_sharers)
     shown = affinity.format_cores(cores)
     logger.info(

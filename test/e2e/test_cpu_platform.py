@@ -1,0 +1,82 @@
+"""What the CPU platform puts in the place of SGLang's Triton code, on tensors one can draw."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_ssd.platform import cpu
+
+
+def test_new_slots_go_to_the_columns_they_were_reserved_for() -> None:
+    """Red when a row without new slots, or an uneven reserve, shifts its neighbours."""
+    table = torch.zeros(4, 6, dtype=torch.int32)
+    cpu.assign_req_to_token(
+        torch.tensor([2, 0, 3]),
+        table,
+        torch.tensor([1, 4, 0]),
+        torch.tensor([3, 4, 3]),
+        torch.tensor([11, 12, 13, 14, 15]),
+        3,
+    )
+    assert table.tolist() == [
+        [0, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0],
+        [0, 11, 12, 0, 0, 0],
+        [13, 14, 15, 0, 0, 0],
+    ]
+
+
+def test_a_reserve_past_the_row_is_an_error() -> None:
+    """Red when slots spill into the next request's row, as they do in the Triton kernel."""
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    with pytest.raises(IndexError):
+        cpu.assign_req_to_token(
+            torch.tensor([0]), table, torch.tensor([2]), torch.tensor([4]), torch.tensor([7, 8]), 1
+        )
+
+
+def test_verify_slots_are_read_row_by_row() -> None:
+    table = torch.arange(12, dtype=torch.int32).view(2, 6)
+    slots = cpu.extend_cache_locs(
+        req_pool_indices=torch.tensor([1, 0]),
+        req_to_token=table,
+        start_offset=torch.tensor([3, 0]),
+        end_offset=torch.tensor([5, 2]),
+        batch_size=2,
+        draft_token_num=2,
+        device="cpu",
+    )
+    assert slots.tolist() == [9, 10, 0, 1]
+    assert slots.dtype == torch.int64
+
+
+def test_platform_is_silent_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when an installed plugin would take over a machine with a GPU."""
+    from sglang_ssd.plugin import activate_cpu_platform
+
+    monkeypatch.setenv("SGLANG_PLATFORM", "")
+    assert activate_cpu_platform() is None
+    monkeypatch.setenv("SGLANG_PLATFORM", "ssd_cpu")
+    assert activate_cpu_platform() == "sglang_ssd.platform.cpu.SsdCpuPlatform"
+
+
+@pytest.mark.parametrize(("num_steps", "columns"), [(4, 10), (8, 18), (16, 34)])
+def test_rows_hold_what_a_decode_reserves(
+    num_steps: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when the last rounds before the context's end reserve more than a row has."""
+    from sglang.srt import runtime_context
+    from sglang.srt.mem_cache import allocation_sizing
+
+    from sglang_ssd.target.algorithm import widen_request_rows
+
+    class Spec:
+        speculative_algorithm = "SSD"
+
+    reserve = 2 * (num_steps + 1)
+    monkeypatch.setattr(runtime_context, "get_spec", Spec)
+    monkeypatch.setattr(allocation_sizing, "get_alloc_reserve_per_decode", lambda: reserve)
+    assert widen_request_rows(num_steps + 5) == columns
+    Spec.speculative_algorithm = "EAGLE"
+    assert widen_request_rows(num_steps + 5) == num_steps + 5
