@@ -7,6 +7,7 @@ mechanism, not speed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from environment import MODELS, ROOT, Progress, enter_environment, fail, interru
 HOST = "127.0.0.1"
 LOG = ROOT / ".cache" / "demo-server.log"
 START_LIMIT_S = 600
+KV_TOKENS = 32768  # enough for a demo; by default each process takes most of the memory
 STAGES = (
     ("loading SGLang", r""),
     ("starting the drafter", r"drafter"),
@@ -67,10 +69,12 @@ def server_command(model: Path, port: int, extra: list[str]) -> list[str]:
         "--host": HOST,
         "--port": port,
         "--dtype": "float32",
+        "--max-total-tokens": KV_TOKENS,
         "--speculative-algorithm": "SSD",
         "--speculative-draft-model-path": model,
         "--speculative-num-steps": 4,
         "--ssd-drafter-dtype": "bfloat16",
+        "--ssd-drafter-max-total-tokens": KV_TOKENS,
     }
     flags = [str(word) for pair in options.items() for word in pair]
     return [sys.executable, "-m", "sglang_ssd.launch_server", *flags, *extra]
@@ -143,14 +147,13 @@ Try it from another terminal:
 
 def stop(server: subprocess.Popen[bytes]) -> None:
     """End the server and whatever it started; they share one process group of their own."""
-    for number, patience_s in ((signal.SIGTERM, 15), (signal.SIGKILL, 5)):
-        try:
-            os.killpg(server.pid, number)
-            server.wait(patience_s)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave anything behind
+    server.terminate()  # it ends its own children; a signal to them all looks like a crash to it
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(15)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
 
 
 def main() -> None:

@@ -358,7 +358,8 @@ def interruptible() -> Iterator[None]:
     def stop(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
     try:
         yield
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ def pytest_arguments(given: list[str]) -> list[str]:
     arguments = list(given)
     if not any(argument == "-m" or argument.startswith("-m=") for argument in given):
         arguments += ["-m", "not slow"]
-    if not any((ROOT / argument.split("::")[0]).exists() for argument in given):
+    if not any("/" in word and (ROOT / word.split("::")[0]).exists() for word in given):
         arguments += [lane for lane in LANES if (ROOT / lane).is_dir()]
     return arguments
 

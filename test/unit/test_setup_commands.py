@@ -1,0 +1,175 @@
+"""What ./demo and ./run-tests decide before they install, and how they fail and resume."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import demo_model
+import environment
+import pytest
+import run_tests
+
+ROOT = Path(__file__).parents[2]
+
+NO_NETWORK = """\
+WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('Failed to \
+establish a new connection: [Errno -3] Temporary failure in name resolution')': /simple/sglang/
+ERROR: Could not find a version that satisfies the requirement sglang==0.5.23 (from versions: none)
+ERROR: No matching distribution found for sglang==0.5.23
+"""
+NO_SPACE = (
+    "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+)
+CONFLICT = "Collecting torch\nERROR: Cannot install a and b because of conflicting dependencies.\n"
+
+
+def test_a_port_in_use_is_one_sentence_before_anything_else(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        env = os.environ | {"SGLANG_SSD_VENV": str(tmp_path / "venv")}
+        done = subprocess.run(
+            [ROOT / "demo", "--port", str(port)], env=env, capture_output=True, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"error: port {port} is in use; stop what listens there or choose another with --port."
+    ]
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_python_that_does_not_run_is_passed_over(tmp_path: Path) -> None:
+    broken = tmp_path / "python3.11"
+    broken.write_text("#!/bin/sh\nexit 127\n")
+    (tmp_path / "python3.12").symlink_to(sys.executable)
+    broken.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "scripts" / "python", "-c", "print('found')"],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "found\n")
+
+
+def test_no_suitable_python_is_one_sentence(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "python", "-c", ""],
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "needs Python 3.11 or 3.12" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("output", "beginning"),
+    [
+        (NO_NETWORK, "no network: "),
+        (NO_SPACE, "no disk space was left "),
+        (NO_NETWORK + NO_SPACE, "no disk space was left "),
+        (CONFLICT, "pip failed "),
+    ],
+    ids=["network", "space", "space behind retries", "other"],
+)
+def test_a_failed_pip_is_one_sentence(output: str, beginning: str, tmp_path: Path) -> None:
+    sentence = environment.failure_sentence(output, what="pip", work=tmp_path)
+    assert sentence.startswith(beginning)
+    assert "\n" not in sentence
+
+
+def test_what_goes_onto_one_disk_is_added_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "free_gb", lambda folder: 10.0)
+    wanted = [(tmp_path / "venv" / "deeper", 6.0), (tmp_path / "cache", 5.0)]
+    (refusal,) = environment.space_refusals(wanted)
+    assert "11.0 GB are needed" in refusal
+    assert "10.0 GB are free" in refusal
+    assert environment.space_refusals(wanted[:1]) == []
+
+
+def test_a_half_unpacked_package_is_installed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    for name in ("whole-1.dist-info", "half-1.dist-info"):
+        (packages / name).mkdir(parents=True)
+        (packages / name / "METADATA").write_text("")
+    (packages / "whole-1.dist-info" / "RECORD").write_text("")
+    monkeypatch.setattr(environment, "VENV", tmp_path)
+    environment._drop_half_installed()
+    assert [path.name for path in packages.iterdir()] == ["whole-1.dist-info"]
+
+
+def test_the_stamp_holds_until_the_requirements_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = Path(sys.executable)
+    monkeypatch.setattr(environment, "VENV", tmp_path)
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_text("sglang==0.5.23")
+    assert not environment._stamp_matches(python)
+    environment._write_stamp(python)
+    assert environment._stamp_matches(python)
+    (tmp_path / "constraints.txt").write_text("sglang==0.5.24")
+    assert not environment._stamp_matches(python)
+
+
+def test_a_foreign_folder_is_not_cleared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    monkeypatch.setattr(environment, "VENV", tmp_path)
+    with pytest.raises(SystemExit):
+        environment._make_venv(tmp_path / "bin" / "python")
+    assert (tmp_path / "letter.txt").read_text() == "dear"
+
+
+def test_an_interrupted_model_is_made_again_and_a_whole_one_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def convert(gguf_path: Path, checkpoint: Path) -> None:
+        checkpoint.mkdir()
+        (checkpoint / "config.json").write_text("{}")
+        events.append("converted")
+        if len(events) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_model, "NEEDED_GB", 0.0)
+    monkeypatch.setattr(demo_model, "_fetch_gguf", lambda work: work / "model.gguf")
+    monkeypatch.setattr(demo_model, "convert", convert)
+    with pytest.raises(KeyboardInterrupt):
+        demo_model.ensure_demo_model(tmp_path)
+    assert not (tmp_path / demo_model.NAME).exists()
+    for _ in range(2):
+        demo_model.ensure_demo_model(tmp_path)
+    assert events == ["converted", "converted"]
+    assert [path.name for path in tmp_path.iterdir()] == [demo_model.NAME]
+
+
+def test_rotary_halves_are_stacked_per_head() -> None:
+    torch = pytest.importorskip("torch")
+    # Rows of two heads of size 4 as the file has them: (first half, second half) in turn.
+    interleaved = torch.tensor([[0], [2], [1], [3], [10], [12], [11], [13]])
+    stacked = demo_model._split_rotary_halves(interleaved, 2)
+    assert stacked.flatten().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+
+
+def test_pytest_gets_the_lanes_unless_it_is_told_otherwise() -> None:
+    lanes = [lane for lane in run_tests.LANES if (ROOT / lane).is_dir()]
+    default = ["-m", "not slow"]
+    assert run_tests.pytest_arguments([]) == [*default, *lanes]
+    assert run_tests.pytest_arguments(["-m", "slow", "-x"]) == ["-m", "slow", "-x", *lanes]
+    one = ["test/unit/test_imports.py::test_x"]
+    assert run_tests.pytest_arguments(one) == [*one, *default]
+    word = ["-k", "demo"]  # not a path, though a file has that name
+    assert run_tests.pytest_arguments(word) == [*word, *default, *lanes]
