@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def demo_port() -> Iterator[int]:
     """A running ./demo; at the end Ctrl-C must leave none of its processes."""
-    if not environment._stamp_matches(Path(sys.prefix) / "bin" / "python"):
+    if not environment._stamp_matches(environment.VENV / "bin" / "python"):
         pytest.skip("this environment was not made by ./run-tests, so ./demo would make another")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
