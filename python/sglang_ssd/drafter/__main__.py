@@ -1,7 +1,7 @@
 """`python -m sglang_ssd.drafter`: bind, load the draft model, serve until told to stop.
 
-What must precede torch and SGLang (the tie to the parent, cores, thread count, platform) comes first, so
-heavy imports are inside functions here.
+The tie to the parent, cores, thread count and platform must precede torch and SGLang, so what imports
+those is imported inside functions here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ import threading
 import time
 import types
 from collections.abc import Sequence
-from typing import get_type_hints
+from contextlib import closing
+from typing import TYPE_CHECKING, get_type_hints
 
 import msgspec
 
 from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.drafter.process import DrafterSettings, process_exists
 from sglang_ssd.platform.affinity import format_cores, parse_cores
+
+if TYPE_CHECKING:
+    from sglang_ssd.drafter.loop import DraftLoop
+    from sglang_ssd.wire.transport import DrafterTransport
 
 logger = logging.getLogger("sglang_ssd.drafter")
 
@@ -38,58 +43,59 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, format="[%(asctime)s] %(name)s %(levelname)s %(message)s"
     )
-    _bind_cores(settings.cores)
     signal.signal(signal.SIGTERM, _exit_quietly)
     signal.signal(signal.SIGINT, _exit_quietly)
+    serving = False
     try:
-        serve(settings, load_config())
-    except ValueError as error:  # settings and checkpoints: the text says all there is
-        logger.error("%s", error)
+        _bind_cores(settings.cores)
+        with closing(_bind(settings.endpoint)) as transport:
+            loop = _load(settings, load_config(), transport)
+            logger.info("ready at %s (%s)", settings.endpoint, settings.model_path)
+            serving = True
+            while True:
+                loop.step(_IDLE_WAIT_S)
+    except Exception as error:
+        # Of a refused setting or checkpoint the text says all there is.
+        refused = isinstance(error, ValueError) and not serving
+        logger.error("the drafter failed: %s", error, exc_info=not refused)
         return 1
-    except Exception:  # noqa: BLE001 the top of the process
-        logger.exception("the drafter failed")
-        return 1
-    return 0
 
 
-def serve(settings: DrafterSettings, config: SsdConfig) -> None:
-    """Load and serve; returns only by an exception (SystemExit when told to stop)."""
-    from sglang_ssd.drafter.loop import DraftLoop
-    from sglang_ssd.trace import Tracer
+def _bind(endpoint: str) -> DrafterTransport:
     from sglang_ssd.wire.transport import DrafterSocket
 
-    transport = DrafterSocket(settings.endpoint)
-    try:
-        device = _choose_device(settings.device)
-        if device == "cpu":
-            os.environ.setdefault("SGLANG_PLATFORM", "ssd_cpu")
-        from sglang.srt.plugins import load_plugins
+    return DrafterSocket(endpoint)
 
-        load_plugins()
-        from sglang_ssd.drafter.runner import SglangModelStep, load_tokens
 
-        max_sequences = settings.max_sequences or _DEFAULT_MAX_SEQUENCES
-        loop = DraftLoop(
-            model=SglangModelStep(settings, device=device, max_sequences=max_sequences),
-            transport=transport,
-            config=config,
-            max_sequences=max_sequences,
-            tokens=load_tokens(settings),
-            tracer=Tracer(config.trace, "drafter"),
-        )
-        logger.info("ready at %s (%s, %s)", transport.endpoint, settings.model_path, device)
-        while True:
-            loop.step(_IDLE_WAIT_S)
-    finally:
-        transport.close()
+def _load(settings: DrafterSettings, config: SsdConfig, transport: DrafterTransport) -> DraftLoop:
+    """The loop with its model; the platform is chosen before anything of SGLang is imported."""
+    device = _choose_device(settings.device)
+    if device == "cpu":
+        os.environ.setdefault("SGLANG_PLATFORM", "ssd_cpu")
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang_ssd.drafter.loop import DraftLoop
+    from sglang_ssd.drafter.runner import SglangModelStep, load_tokens
+    from sglang_ssd.trace import Tracer
+
+    max_sequences = settings.max_sequences or _DEFAULT_MAX_SEQUENCES
+    return DraftLoop(
+        model=SglangModelStep(settings, device=device, max_sequences=max_sequences),
+        transport=transport,
+        config=config,
+        max_sequences=max_sequences,
+        tokens=load_tokens(settings),
+        tracer=Tracer(config.trace, "drafter"),
+    )
 
 
 def parse_settings(argv: Sequence[str] | None = None) -> DrafterSettings:
     """Flags are the fields of DrafterSettings."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_ssd.drafter",
-        description="Serve drafts to SGLang servers started with --ssd-endpoint. Mode, fan-out, backup "
-        "and lease come from SGLANG_SSD_CONFIG (JSON or the path of a file).",
+        description="Serve drafts to SGLang servers started with --ssd-endpoint. Mode, fan-out, "
+        "backup and lease come from SGLANG_SSD_CONFIG (JSON or the path of a file).",
     )
     hints = get_type_hints(DrafterSettings)
     for field in msgspec.structs.fields(DrafterSettings):

@@ -42,7 +42,7 @@ class DrafterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     trust_remote_code: bool = False
 
     endpoint: str = ""
-    """Empty: start_drafter makes a fresh ipc:// endpoint in a directory of its own."""
+    """ipc:///path or tcp://127.0.0.1:port; empty: start_drafter makes a fresh ipc:// one."""
     device: str = "auto"
     dtype: str = "auto"
     max_total_tokens: int | None = None

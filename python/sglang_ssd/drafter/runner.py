@@ -102,7 +102,7 @@ class SglangModelStep:
                 PlanRow(q_start, q_start + width, self._tensor(row.kv_slots), causal=True)
             )
             q_start += width
-        starts = np.array([row.start for row in rows])
+        starts = np.array([row.start for row in rows], dtype=np.int64)
         batch = self._batch(
             ForwardMode.EXTEND,
             token_ids=np.concatenate([row.token_ids for row in rows]),
@@ -112,7 +112,7 @@ class SglangModelStep:
             new_slots=np.concatenate(
                 [row.kv_slots[-n:] for row, n in zip(rows, widths, strict=True)]
             ),
-            kv_lens=starts + widths,
+            kv_lens=starts + np.array(widths, dtype=np.int64),
             plan=plan,
         )
         batch.extend_num_tokens = q_start

@@ -1,0 +1,91 @@
+"""What is wrong with a draft checkpoint is said before it is loaded, with the name of the file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ssd.drafter.checkpoint import CheckpointError, check_weights, read_shape
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "hidden_size": 576,
+    "max_position_embeddings": 8192,
+}
+
+
+def write_config(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+
+
+def write_weights(file: Path, *, size: int = 64, missing: int = 0) -> None:
+    header = json.dumps(
+        {
+            "__metadata__": {"format": "pt"},
+            "w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]},
+        }
+    ).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(size)
+    file.write_bytes(data[: len(data) - missing])
+
+
+def test_the_shape_gives_the_size_of_a_token(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    shape = read_shape(tmp_path)
+    assert shape.head_dim == 64
+    assert shape.kv_bytes_per_token(4) == 2 * 30 * 3 * 64 * 4
+
+
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Gemma2ForCausalLM"])
+def test_other_classes_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    write_config(tmp_path, architectures=[name])
+    with pytest.raises(CheckpointError, match=rf"{name}.*Qwen3ForCausalLM"):
+        read_shape(tmp_path)
+
+
+def test_sliding_window_is_refused(tmp_path: Path) -> None:
+    write_config(tmp_path, use_sliding_window=True)
+    with pytest.raises(CheckpointError, match="use_sliding_window"):
+        read_shape(tmp_path)
+
+
+def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        read_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_shape(tmp_path)
+
+
+def test_whole_weights_pass(tmp_path: Path) -> None:
+    write_weights(tmp_path / "model.safetensors")
+    check_weights(tmp_path, load_format="auto")
+
+
+@pytest.mark.parametrize("missing", [1, 60, 100, 150, 190])
+def test_a_cut_file_is_named_wherever_it_is_cut(tmp_path: Path, missing: int) -> None:
+    file = tmp_path / "model.safetensors"
+    write_weights(file, missing=missing)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is (truncated|no)"):
+        check_weights(tmp_path, load_format="auto")
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_weights(tmp_path / "model-1.safetensors")
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors is missing"):
+        check_weights(tmp_path, load_format="auto")
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no weights"):
+        check_weights(tmp_path, load_format="auto")
+    check_weights(tmp_path, load_format="dummy")
