@@ -1,1 +1,1 @@
-"""The target side: an SGLang speculative worker that verifies chains and never trusts the drafter."""
+"""The target side: an SGLang speculative worker that verifies chains and trusts no drafter."""

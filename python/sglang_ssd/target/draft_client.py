@@ -1,8 +1,9 @@
 """The target's view of the drafter: live sequences, commits out, drafts in. Owned by TP rank 0.
 
-It sits at both ends of a round: `collect` waits, never past the deadline, for the drafts of this round
-and `commit` reports how the round ended. Nothing the drafter sends can do more than fail to speculate:
-a reply row counts only if it continues exactly the committed ids of the live opening of its request.
+It sits at both ends of a round: `collect` waits, never past the deadline, for the drafts of this
+round and `commit` reports how the round ended. Nothing the drafter sends can do more than fail to
+speculate: a reply row counts only if it continues exactly the committed ids of the live opening of
+its request.
 """
 
 from __future__ import annotations
@@ -37,7 +38,16 @@ _HOPELESS: frozenset[Served] = frozenset({"full", "context"})
 class DraftSequence:
     """One request that the drafter mirrors."""
 
-    __slots__ = ("acked_len", "drafts", "generation", "reply_len", "rid", "rule", "served", "tokens")
+    __slots__ = (
+        "acked_len",
+        "drafts",
+        "generation",
+        "reply_len",
+        "rid",
+        "rule",
+        "served",
+        "tokens",
+    )
 
     def __init__(self, *, rid: str, generation: int, rule: DraftRule, tokens: array[int]) -> None:
         self.rid = rid
@@ -119,7 +129,7 @@ class DraftClient:
     ) -> None:
         """Report this round's outcomes; rows that are not mirrored are passed over.
 
-        new_tokens: the accepted ids of each row, bonus last. num_verified: drafts its verify looked at.
+        new_tokens: the accepted ids of each row, bonus last. num_verified: drafts its verify saw.
         """
         live: list[DraftSequence] = []
         verified: list[int] = []
@@ -155,7 +165,7 @@ class DraftClient:
         self._send(DraftClose(rids=[], generations=[], close_all=True))
 
     def note_idle(self) -> None:
-        """The server is idle: close whatever is left, once per idle spell, should a close be lost."""
+        """The server is idle: close what is left, once per idle spell, should a close be lost."""
         if not self._told_idle:
             self._told_idle = True
             self.close_all()
@@ -203,7 +213,9 @@ class DraftClient:
             ids,
         )
 
-    def _send(self, message: DraftSync | VerifyCommit | DraftClose, ids: array[int] | None = None) -> None:
+    def _send(
+        self, message: DraftSync | VerifyCommit | DraftClose, ids: array[int] | None = None
+    ) -> None:
         if not self._is_dead():
             self._transport.send(message, [] if ids is None else [ids])
 
@@ -222,7 +234,7 @@ class DraftClient:
         self._note_wait(rows, start, waited=patience > 0)
 
     def _patience(self) -> float:
-        """How long this round may wait: the deadline, or nothing while the drafter does not keep up."""
+        """How long this round may wait: the deadline, or nothing while the drafter lags."""
         if self._is_dead():
             return 0.0
         if self._skip_rounds > 0:
@@ -287,9 +299,7 @@ class DraftClient:
             self._handle_row(message, index, rid, ids[start:end])
             start = end
 
-    def _handle_row(
-        self, message: SpeculateReply, index: int, rid: str, drafts: list[int]
-    ) -> None:
+    def _handle_row(self, message: SpeculateReply, index: int, rid: str, drafts: list[int]) -> None:
         sequence = self._sequences.get(rid)
         if sequence is None or sequence.generation != message.generations[index]:
             self.stats.stale_replies += 1

@@ -1,4 +1,4 @@
-"""Bringing up the drafter: wait for it, compare vocabularies, refuse what would never draft well."""
+"""Bringing up the drafter: wait for it, compare vocabularies, refuse what can never draft."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def connect(
         raise
     if welcome.context_len < context_len:
         logger.warning(
-            "The drafter's context (%d) is shorter than the target's (%d): requests decode plainly past it.",
+            "The drafter's context (%d) is shorter than the target's (%d): "
+            "requests decode plainly past it.",
             welcome.context_len,
             context_len,
         )
@@ -88,7 +89,7 @@ def connect(
 
 
 def first_difference(ours: list[str], refusal: Refusal) -> str:
-    """Sentence naming the first id of the refused block whose token differs; "" if there is no block."""
+    """Names the first id of the refused block whose token differs; "" if there is no block."""
     if refusal.block_index < 0:
         return ""
     start = refusal.block_index * TOKENS_PER_BLOCK
@@ -98,7 +99,10 @@ def first_difference(ours: list[str], refusal: Refusal) -> str:
         mine = block[offset] if offset < len(block) else None
         other = theirs[offset] if offset < len(theirs) else None
         if mine != other:
-            return f"first difference: id {start + offset} is {mine!r} for the target, {other!r} for the drafter"
+            return (
+                f"first difference: id {start + offset} is {mine!r} for the target, "
+                f"{other!r} for the drafter"
+            )
     return ""
 
 

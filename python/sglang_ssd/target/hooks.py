@@ -1,8 +1,8 @@
 """The places of SGLang's scheduler and tokenizer that SSD listens to, besides the worker itself.
 
-Each hook names the SGLang function it is registered on. One scheduler process serves one target, so the
-drafter's handle and client of that process live here, between the hook that starts the drafter (before the
-target's weights load) and the worker that connects to it.
+Each hook names the SGLang function it is registered on. One scheduler process serves one target, so
+the drafter's handle and client of that process live here, between the hook that starts the drafter
+(before the target's weights load) and the worker that connects to it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.core.shared_noise import next_copy_seed
 from sglang_ssd.drafter.process import DrafterHandle, settings_for_target, start_drafter
 from sglang_ssd.platform.cpu import drafter_cores
-from sglang_ssd.platform import affinity, cpu
 from sglang_ssd.target.draft_client import DraftClient, summarize
 from sglang_ssd.target.handshake import connect
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
+
     from sglang_ssd.trace import Tracer
 
 logger = logging.getLogger(__name__)
@@ -117,8 +117,9 @@ def close_released_request(result: None, req: Any, *args: Any, **kwargs: Any) ->
 def seed_parallel_samples(manager: Any, tokenized_obj: Any) -> None:
     """Give each copy of a seeded n > 1 request a seed of its own; the first keeps the request's.
 
-    The copies share one sampling_params object and pass here one after the other, so that object carries
-    the seed of the next copy. The max_new_tokens=0 request that warms the prefix cache has its own.
+    The copies share one sampling_params object and pass here one after the other, so that object
+    carries the seed of the next copy. The max_new_tokens=0 request that warms the prefix cache
+    before them has an object of its own.
     """
     shared = tokenized_obj.sampling_params
     if shared is None or shared.n <= 1 or shared.sampling_seed is None:

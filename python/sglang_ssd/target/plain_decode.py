@@ -1,4 +1,4 @@
-"""Which requests are decoded plainly, and why: the one list of what speculation does not honour exactly yet."""
+"""Which requests are decoded plainly: the one list of what speculation does not honour exactly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def needs_plain_decode(req: RequestView) -> str | None:
     """Name of the parameter for which this request decodes plainly; None if it speculates.
 
     Penalties and min_new_tokens depend on the tokens before each verify row, drafts included, while
-    SGLang keeps one penalty row per request and round; a custom processor sees one history per request.
+    SGLang keeps one penalty row per request and round; a custom processor sees one history of it.
     """
     params = req.sampling_params
     causes = {

@@ -1,8 +1,9 @@
 """The verify of one round: what goes into the target's forward and what its logits mean.
 
-A round verifies a chain [bonus, d1 .. d_{W-1}] per row, W = 1 + the most drafts of any row. The target's
-own token at every position is chosen from the fully processed logits, then drafts are accepted while they
-equal it (shared noise above temperature 0), so the output never depends on the drafts.
+A round verifies a chain [bonus, d1 .. d_{W-1}] per row, W = 1 + the most drafts of any row. The
+target's own token at every position is chosen from the fully processed logits, then drafts are
+accepted while they equal it (shared noise above temperature 0), so the output never depends on the
+drafts.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class SSDDraftInput(SpecInput):
-    """What one round hands the next: the pending bonus token per row (the drafts come over the wire)."""
+    """What one round hands the next: the pending bonus token per row; drafts come by wire."""
 
     def __init__(self, *, bonus_tokens: torch.Tensor) -> None:
         super().__init__(SpecInputType.EAGLE_DRAFT)
         self.bonus_tokens = bonus_tokens  # [B] int64
-        self.future_indices: torch.Tensor | None = None  # [B], rows of SGLang's FutureMap under overlap
+        self.future_indices: torch.Tensor | None = None  # [B] rows of the FutureMap (overlap)
         # Read by FutureMap's relay for every draft input; a chain over the wire has none of them.
         self.topk_p = None
         self.topk_index = None
@@ -120,16 +121,17 @@ def choose_target_tokens(
     """The token the target itself chooses after every verified position: [B, W] int64."""
     batch_size, width = verify_tokens.shape
     process_logits(logits, batch=batch, verify_tokens=verify_tokens)
+    best = logits.argmax(dim=-1)
     if seeds is None:
-        return logits.argmax(dim=-1).view(batch_size, width)
+        return best.view(batch_size, width)
     info = batch.sampling_info
     temperatures = info.temperatures.repeat_interleave(width, dim=0)
     logprobs = torch.log_softmax(logits.float() / temperatures, dim=-1)
     logprobs = _filter(logprobs, info, repeats=width)
-    tokens = coupled_sample(
-        logprobs, seeds=seeds.repeat_interleave(width), positions=positions
-    )
-    return tokens.view(batch_size, width)
+    tokens = coupled_sample(logprobs, seeds=seeds.repeat_interleave(width), positions=positions)
+    # A greedy row beside sampled ones must get what it gets alone, near-ties included.
+    is_greedy = (info.top_ks == 1).repeat_interleave(width)
+    return torch.where(is_greedy, best, tokens).view(batch_size, width)
 
 
 def process_logits(

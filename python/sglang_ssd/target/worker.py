@@ -1,9 +1,10 @@
-"""The target's speculative worker: one round of speculative speculative decoding, seen from the target.
+"""The target's speculative worker: one round of SSD, seen from the target.
 
 `forward_batch_generation` is the round. It follows SGLang's spec-V2 worker contract (speculative/
-base_spec_worker.py): state between rounds travels in the result alone, because the scheduler undoes every
-change to the batch. Only TP rank 0 has a DraftClient; it broadcasts the drafts once a round, after all
-waits, so the ranks cannot diverge. The drafter hears of an outcome before the scheduler processes it.
+base_spec_worker.py): state between rounds travels in the result alone, because the scheduler undoes
+every change to the batch. Only TP rank 0 has a DraftClient; it broadcasts the drafts once a round,
+after all waits, so the ranks cannot diverge. The drafter hears of an outcome before the scheduler
+processes it.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class SSDWorker(BaseSpecWorker):
 
     @property
     def draft_worker(self) -> None:
-        """No draft model lives in this process, so SGLang's draft pool, graph and weight hooks are no-ops."""
+        """None: no draft model lives here, so SGLang's hooks for its pools and graphs are no-ops."""
         return None
 
     def clear_cache_pool(self) -> None:
@@ -127,9 +128,7 @@ class SSDWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(batch.seq_lens)
         result.next_draft_input = SSDDraftInput(bonus_tokens=result.next_token_ids.to(torch.int64))
-        result.accept_lens = torch.ones(
-            len(batch.reqs), dtype=torch.int32, device=self._device
-        )
+        result.accept_lens = torch.ones(len(batch.reqs), dtype=torch.int32, device=self._device)
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self._num_steps + 1
         if self._client is not None:
@@ -143,7 +142,7 @@ class SSDWorker(BaseSpecWorker):
             client.open(rid=req.rid, tokens=req.full_untruncated_fill_ids, rule=self._rule(req))
 
     def _speculates(self, req: Req) -> bool:
-        """Whether drafts could ever serve this request: not for scoring, health checks or aborts."""
+        """Whether drafts could ever serve this request: not scoring, health checks or aborts."""
         max_new_tokens = req.sampling_params.max_new_tokens
         num_left = None if max_new_tokens is None else max_new_tokens - len(req.output_ids)
         ends_here = num_left is not None and num_left <= 1
@@ -152,7 +151,7 @@ class SSDWorker(BaseSpecWorker):
     def _commit_first_tokens(
         self, client: DraftClient, reqs: list[Req], next_token_ids: torch.Tensor
     ) -> None:
-        """Report the first token of rows whose prompt ended in this chunk; a middle chunk's token is junk."""
+        """Report the first token of prompts that ended here; a middle chunk's token is junk."""
         done = [
             (req.rid, token)
             for req, token in zip(reqs, next_token_ids.tolist(), strict=True)
@@ -165,7 +164,7 @@ class SSDWorker(BaseSpecWorker):
         )
 
     def _collect_drafts(self, batch: ScheduleBatch) -> Drafts:
-        """This round's drafts: rank 0 waits for them within the deadline, then all ranks hear them."""
+        """This round's drafts: rank 0 waits for them, at most the deadline, and tells all ranks."""
         packed = torch.zeros((len(batch.reqs), self._num_steps + 1), dtype=torch.int64)
         if self._client is not None:
             rows = self._client.collect([req.rid for req in batch.reqs])
@@ -181,7 +180,7 @@ class SSDWorker(BaseSpecWorker):
         )
 
     def _prepare_verify(self, batch: ScheduleBatch, drafts: Drafts) -> SSDVerifyInput:
-        """Turn the decode batch into a verify of width W whose KV goes behind the committed prefix."""
+        """Make the decode batch a verify of width W whose KV goes behind the committed prefix."""
         tokens = build_verify_tokens(
             batch.spec_info.bonus_tokens.to(torch.int64),
             drafts.tokens,
