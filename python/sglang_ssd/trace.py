@@ -1,7 +1,7 @@
 """A timeline of both processes on one clock, in the Chrome trace format that Perfetto reads.
 
-Every process appends its own events to one file: CLOCK_MONOTONIC is one clock for all processes of a
-machine, whole lines are written with O_APPEND, and the format lets the closing bracket be absent.
+Every process appends its own events to one file: CLOCK_MONOTONIC is one clock for all processes of
+a machine, whole lines are written with O_APPEND, and the format lets the closing bracket be absent.
 """
 
 from __future__ import annotations

@@ -67,13 +67,6 @@ def start_before_target_loads(scheduler: Scheduler) -> None:
     atexit.register(_drafter.stop)
 
 
-def _drafter_cores(config: SsdConfig) -> str:
-    """Cores beside the target's where both compute on the CPU; elsewhere the setting as it is."""
-    if not cpu.is_selected():
-        return config.drafter_cores
-    return affinity.format_cores(affinity.split_cores(config, affinity.lent_cores()).drafter)
-
-
 def connect_client(
     *,
     server_args: Any,

@@ -87,7 +87,7 @@ class SSDWorker(BaseSpecWorker):
 
     @property
     def draft_worker(self) -> None:
-        """None: no draft model lives here, so SGLang's hooks for its pools and graphs are no-ops."""
+        """None: no draft model lives here; SGLang's hooks for its pools and graphs are no-ops."""
         return None
 
     def clear_cache_pool(self) -> None:
