@@ -149,8 +149,8 @@ def _print_help() -> None:
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(prog="sglang-ssd")
-    add_ssd_flags(parser)
     ServerArgs.add_cli_args(parser)
+    add_ssd_flags(parser)
     parser.print_help()
 
 
