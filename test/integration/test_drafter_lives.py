@@ -1,10 +1,14 @@
-"""Long random lives of a drafter whose target loses, repeats and reorders messages and never agrees."""
+"""Long random lives of a drafter whose target loses, repeats and reorders messages and never
+agrees."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
+
+from sglang_ssd.config import SsdConfig
+from sglang_ssd.wire.transport import FromTarget
 from toys.drafter_checks import (
     RecordingModel,
     assert_branch_logits_are_causal,
@@ -13,9 +17,6 @@ from toys.drafter_checks import (
 )
 from toys.toy_draft_model import ToyDraftModel
 from toys.toy_target import GREEDY, SAMPLED, Reply, Request, ToyTarget
-
-from sglang_ssd.config import SsdConfig
-from sglang_ssd.wire.transport import FromTarget
 
 MAX_LIVE = 3
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+
+from sglang_ssd.config import SsdConfig
 from toys.drafter_checks import (
     RecordingModel,
     assert_branch_logits_are_causal,
@@ -15,8 +17,6 @@ from toys.drafter_checks import (
 from toys.outcomes import EVENTS, Event, force
 from toys.toy_draft_model import ToyDraftModel
 from toys.toy_target import ToyTarget
-
-from sglang_ssd.config import SsdConfig
 
 PROMPT = [5, 9, 2, 33, 17, 4]
 
@@ -89,7 +89,7 @@ def _only(name: str, guessed: list[int]) -> Event:
 
 @pytest.mark.parametrize("steps_done", range(1, 6))
 def test_an_outcome_in_the_middle_of_a_build_finishes_the_winner_alone(steps_done: int) -> None:
-    """Losers are freed at once; only single-token forwards follow, as many as drafts are missing."""
+    """Losers are freed; only single-token forwards follow, as many as drafts are missing."""
     target, model = served_target("jit")
     request = target.requests["r"]
     target.verify(request)
@@ -117,7 +117,7 @@ def test_an_outcome_in_the_middle_of_a_build_finishes_the_winner_alone(steps_don
 
 
 def test_two_outcomes_at_once_are_walked_in_order_and_answered_once() -> None:
-    """The second meets a chain whose tree has not been started: its bonus is a miss, not a mistake."""
+    """The second meets a chain whose tree was not started: its bonus is a miss, no mistake."""
     target, model = served_target("jit")
     request = target.requests["r"]
     chain = target.loop.table.find(b"target", "r").cache

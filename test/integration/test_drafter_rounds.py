@@ -1,13 +1,13 @@
-"""Whole rounds of the drafter's loop on a toy model: what it answers, and what its KV then holds."""
+"""Whole rounds of the drafter's loop on a toy model: what it answers, and what its KV holds."""
 
 from __future__ import annotations
 
 import pytest
-from toys.drafter_checks import assert_kv_is_fresh
-from toys.toy_target import GREEDY, SAMPLED, ToyTarget
 
 from sglang_ssd.config import SsdConfig
 from sglang_ssd.wire.messages import DraftRule
+from toys.drafter_checks import assert_kv_is_fresh
+from toys.toy_target import GREEDY, SAMPLED, ToyTarget
 
 OTHER_SEED = DraftRule(temperature=1.3, min_p=0.02, seed=-7)
 PROMPTS = [[5, 9, 2, 33, 17], [1], [8, 8, 8, 40, 3, 2, 1], list(range(50))]

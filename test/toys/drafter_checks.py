@@ -1,4 +1,5 @@
-"""What must hold of a drafter at any moment, checked against forwards that know no slots and no tree."""
+"""What must hold of a drafter at any moment, checked against forwards that know no slots and no
+tree."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ import random
 from collections.abc import Sequence
 
 import torch
-from toys.toy_draft_model import ToyDraftModel
-from toys.toy_target import Reply, ToyTarget
 
 from sglang_ssd.core.shared_noise import rank_candidates
 from sglang_ssd.drafter.model_step import BranchRows
 from sglang_ssd.wire.messages import DraftRule
+from toys.toy_draft_model import ToyDraftModel
+from toys.toy_target import Reply, ToyTarget
 
 
 class RecordingModel(ToyDraftModel):

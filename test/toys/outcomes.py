@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
-from toys.toy_target import Request, ToyTarget
 
 from sglang_ssd.core.speculation_cache import SpeculationCache, Taken
+from toys.toy_target import Request, ToyTarget
 
 
 class Event(msgspec.Struct, frozen=True):

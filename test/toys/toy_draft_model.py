@@ -1,7 +1,9 @@
-"""A two-layer transformer with real KV slots that stands in for SGLang's model in the drafter's tests.
+"""A two-layer transformer with real KV slots that stands in for SGLang's model in the drafter's
+tests.
 
-float64, so that what should be equal differs by rounding only. Two layers: one layer hides wrong masks.
-`reference` is an independent, slot-free causal forward over the same weights; it also serves as target.
+float64, so that what should be equal differs by rounding only. Two layers: one layer hides wrong
+masks. `reference` is an independent, slot-free causal forward over the same weights; it also
+serves as target.
 """
 
 from __future__ import annotations

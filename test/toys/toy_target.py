@@ -1,6 +1,7 @@
 """A target without a server: it verifies chains with a reference model and talks to a DraftLoop.
 
-Everything happens in one thread and in a stated order, so a race is a matter of when `steps` are run.
+Everything happens in one thread and in a stated order, so a race is a matter of when `steps` are
+run.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-from toys.toy_draft_model import ToyDraftModel
 
 from sglang_ssd.config import SsdConfig
 from sglang_ssd.core.shared_noise import rank_candidates
@@ -27,6 +27,7 @@ from sglang_ssd.wire.messages import (
     VerifyCommit,
 )
 from sglang_ssd.wire.transport import FromTarget, TransportStats
+from toys.toy_draft_model import ToyDraftModel
 
 GREEDY = DraftRule()
 SAMPLED = DraftRule(temperature=0.9, top_k=20, top_p=0.95, min_p=0.01, seed=12345)
@@ -111,7 +112,11 @@ class ToyTarget:
         self.hello()
 
     def hello(self, peer: bytes = b"target") -> None:
-        hello = Hello(
+        self.send(self.greeting(), peer=peer)
+        self.step()
+
+    def greeting(self) -> Hello:
+        return Hello(
             schema_version=SCHEMA_VERSION,
             target_id="toy",
             num_steps=self.num_steps,
@@ -120,10 +125,10 @@ class ToyTarget:
             token_map_blocks=[],
             allow_padded_vocab=False,
         )
-        self.send(hello, peer=peer)
-        self.step()
 
-    def send(self, message: ToDrafter, ids: list[int] | None = None, peer: bytes = b"target") -> None:
+    def send(
+        self, message: ToDrafter, ids: list[int] | None = None, peer: bytes = b"target"
+    ) -> None:
         self.transport.inbox.append(FromTarget(peer, message, ids or []))
 
     def step(self) -> bool:
@@ -211,7 +216,7 @@ class ToyTarget:
         return arrived
 
     def round(self, *, max_steps: int | None = None) -> list[Reply]:
-        """Verify all, commit, run the drafter until it has answered all, then max_steps more (or all)."""
+        """Verify, commit, run the drafter until all is answered, then max_steps more (or all)."""
         requests = list(self.requests.values())
         for request in requests:
             self.verify(request)

@@ -1,7 +1,7 @@
 """`python -m sglang_ssd.drafter`: bind, load the draft model, serve until told to stop.
 
-The tie to the parent, cores, thread count and platform must precede torch and SGLang, so what imports
-those is imported inside functions here.
+The tie to the parent, cores, thread count and platform must precede torch and SGLang, so what
+imports those is imported inside functions here.
 """
 
 from __future__ import annotations

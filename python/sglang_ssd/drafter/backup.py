@@ -5,9 +5,9 @@
     miss                K "jit"       0 "none"        K "sync"
     long way behind     0 "none"      0 "none"        0 "none"
 
-A hit whose branch is only partly drafted is finished with single-row steps: the longest part is there.
-A row that is far behind (its prompt is still being prefilled) is answered at once without drafts, for
-the whole batch would wait for it.
+A hit whose branch is only partly drafted is finished with single-row steps: the longest part is
+there. A row that is far behind (its prompt is still being prefilled) is answered at once without
+drafts, for the whole batch would wait for it.
 """
 
 from __future__ import annotations

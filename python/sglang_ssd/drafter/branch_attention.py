@@ -1,7 +1,7 @@
 """Which KV slots the rows of a branch step see (the tree is drawn in core/outcome_tree.py).
 
-The columns are the line (prefix and chain, one slot per position) and then the branches' steps in the
-order in which they were fed. Rotary position and column have nothing to do with each other.
+The columns are the line (prefix and chain, one slot per position) and then the branches' steps in
+the order in which they were fed. Rotary position and column have nothing to do with each other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def branch_rows(
 
 @lru_cache(maxsize=1024)
 def _tail_mask(positions: tuple[int, ...], chain_len: int, num_steps_fed: int) -> torch.Tensor:
-    """A function of the branches' positions and the step alone, so the same few serve every round."""
+    """A function of the branches' positions and the step alone: a few serve every round."""
     return tree_mask(
         torch.tensor(positions, dtype=torch.int64),
         chain_len=chain_len,

@@ -97,7 +97,9 @@ def check_weights(model_dir: Path, *, load_format: str) -> None:
     else:
         files = sorted(model_dir.glob("*.safetensors"))
     if not files and not any(True for kind in _OTHER_WEIGHTS for _ in model_dir.glob(kind)):
-        raise CheckpointError(f"draft model: no weights in {model_dir} (model.safetensors is missing)")
+        raise CheckpointError(
+            f"draft model: no weights in {model_dir} (model.safetensors is missing)"
+        )
     for file in files:
         _check_safetensors(file)
 

@@ -1,7 +1,8 @@
 """The drafter's forwards: tokens of lines and branches in, KV and ranked candidates out.
 
-Every forward serves all sequences that are ready for it. Ranking is the drafter's sampling: the best
-candidate under the request's rule is the next draft, the runners-up are the guesses of the bonus.
+Every forward serves all sequences that are ready for it. Ranking is the drafter's sampling: the
+best candidate under the request's rule is the next draft, the runners-up are the guesses of the
+bonus.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Drafting:
         self.stats = DraftingStats()
 
     def feed_lines(self, seqs: Rows[Sequence], counts: Rows[int], *, name: str) -> None:
-        """Feed the next counts[i] unfed tokens of each line, and grow it while drafts are wanted."""
+        """Feed the next counts[i] unfed tokens of each line; grow it while drafts are wanted."""
         new_slots = [self._table.slots_for(count) for count in counts]
         rows = [_extend_row(seq, slots) for seq, slots in zip(seqs, new_slots, strict=True)]
         start_ns = time.monotonic_ns()

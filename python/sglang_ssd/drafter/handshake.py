@@ -15,7 +15,7 @@ MAX_NUM_STEPS = 16
 
 
 class Abilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What the drafter is: its model's sizes and its tokenizer's token strings ([]: it has none)."""
+    """What the drafter is: its model's sizes, its tokenizer's token strings ([]: none)."""
 
     vocab_size: int
     context_len: int
@@ -40,7 +40,9 @@ def answer_hello(hello: Hello, abilities: Abilities, *, config: SsdConfig) -> We
     """Welcome, or all reasons against serving this target at once."""
     reasons: list[str] = []
     if hello.schema_version != SCHEMA_VERSION:
-        reasons.append(f"schema version {hello.schema_version}, the drafter speaks {SCHEMA_VERSION}")
+        reasons.append(
+            f"schema version {hello.schema_version}, the drafter speaks {SCHEMA_VERSION}"
+        )
     if 1 <= hello.num_steps <= MAX_NUM_STEPS:
         try:
             fan_out_for(config, hello.num_steps)
@@ -70,7 +72,7 @@ def answer_hello(hello: Hello, abilities: Abilities, *, config: SsdConfig) -> We
 
 
 def fan_out_for(config: SsdConfig, num_steps: int) -> list[int]:
-    """The num_steps + 1 counts, [] in mode sync, which guesses nothing. ValueError if they do not fit."""
+    """The num_steps + 1 counts, [] in mode sync, which guesses nothing. ValueError if wrong."""
     counts = resolve_fan_out(
         num_steps=num_steps,
         fan_out=config.fan_out,

@@ -2,22 +2,23 @@
 
     receive      a commit takes its rows through the speculation cache; rows with enough drafts are
                  answered at once, whatever becomes of the others
-    decode       rows that are owed drafts (missed, or hit before the branch was finished): one batched
-                 single-token forward per loop step, answered as soon as they have their drafts
+    decode       rows that are owed drafts (missed, or hit before the branch was finished): one
+                 batched single-token forward per loop step, answered once they have their drafts
     feed         the last draft of a decoded row, whose logits rank the guesses of position K
     build        num_steps + 1 branch steps, batched over all sequences and branches
     prefill      one slice of the prompts that are waiting
 
-One forward per loop step and the socket is polled in between, so an outcome that arrives in the middle of
-a build is seen after the branch step in flight: the losers are freed, the winner is finished alone.
-Forwards for rows that a target is waiting for come first; a slice comes when nothing else is to be done,
-and at the latest after num_steps + 1 forwards of the other kinds. Nothing here blocks for longer than one
-forward, except an idle drafter, which sleeps in the poll.
+One forward per loop step and the socket is polled in between, so an outcome that arrives in the
+middle of a build is seen after the branch step in flight: the losers are freed, the winner is
+finished alone. Forwards for rows that a target is waiting for come first; a slice comes when
+nothing else is to be done, and at the latest after num_steps + 1 forwards of the other kinds.
+Nothing here blocks for longer than one forward, except an idle drafter, which sleeps in the poll.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +37,7 @@ from sglang_ssd.wire.frames import ProtocolError, check_token_ids
 from sglang_ssd.wire.messages import (
     DraftClose,
     DrafterStatus,
+    DraftRule,
     DraftSync,
     Hello,
     Served,
@@ -48,7 +50,8 @@ from sglang_ssd.wire.transport import DrafterTransport, FromTarget
 
 logger = logging.getLogger(__name__)
 
-_PATIENT_FORWARDS = 4  # a due slice lets this many times num_steps + 1 forwards of waiting rows pass
+_PATIENT_FORWARDS = 4  # times num_steps + 1: the forwards of owed rows that a due slice lets pass
+_SEED_LIMIT = 1 << 63
 
 
 class ReplyRow(msgspec.Struct, frozen=True):
@@ -72,7 +75,7 @@ class LoopStats(msgspec.Struct):
 
 
 class DraftLoop:
-    """Serves targets over one transport with one model. `step` is a whole turn; nothing runs beside it."""
+    """Serves targets over one transport with one model; `step` is a whole turn."""
 
     def __init__(
         self,
@@ -172,7 +175,8 @@ class DraftLoop:
 
     def _open(self, peer: bytes, message: DraftSync, ids: list[int]) -> None:
         limits = self._limits.get(peer)
-        if limits is None or not check_token_ids(ids, self._abilities.vocab_size):
+        known_ids = check_token_ids(ids, self._abilities.vocab_size)
+        if limits is None or not known_ids or not _can_follow(message.rule):
             self.stats.protocol_errors += 1
             return
         older = self.table.find(peer, message.rid)
@@ -211,9 +215,7 @@ class DraftLoop:
                 self._refuse_row(peer, commit, index, "unknown")
             start = end
 
-    def _commit_row(
-        self, peer: bytes, commit: VerifyCommit, index: int, ids: list[int]
-    ) -> None:
+    def _commit_row(self, peer: bytes, commit: VerifyCommit, index: int, ids: list[int]) -> None:
         generation = commit.generations[index]
         seq = self.table.find(peer, commit.rids[index])
         if seq is None or seq.generation < generation:
@@ -249,7 +251,7 @@ class DraftLoop:
             ) from error
 
     def _take(self, seq: Sequence, round_id: int, new_tokens: list[int]) -> None:
-        """The outcome of a round: what is drafted already, and what the row will be answered with."""
+        """The outcome of a round: what is drafted, and what the row will be answered with."""
         taken = self.table.take(seq, new_tokens)
         if taken is None:
             return
@@ -274,9 +276,7 @@ class DraftLoop:
 
     # Replies ------------------------------------------------------------------------------------
 
-    def _refuse_row(
-        self, peer: bytes, commit: VerifyCommit, index: int, served: Served
-    ) -> None:
+    def _refuse_row(self, peer: bytes, commit: VerifyCommit, index: int, served: Served) -> None:
         row = ReplyRow(
             rid=commit.rids[index],
             generation=commit.generations[index],
@@ -364,6 +364,11 @@ class DraftLoop:
         if now >= self._next_expiry:
             self._next_expiry = now + self._config.lease_s / 4
             self.table.expire(before=now - self._config.lease_s)
+
+
+def _can_follow(rule: DraftRule) -> bool:
+    numbers = (rule.temperature, rule.top_p, rule.min_p)
+    return all(map(math.isfinite, numbers)) and -_SEED_LIMIT <= rule.seed < _SEED_LIMIT
 
 
 def _reply(round_id: int, rows: list[ReplyRow]) -> SpeculateReply:

@@ -1,7 +1,7 @@
 """What the loop needs of a draft model: two kinds of forward, rows in, logits out.
 
-Slots are indices into the model's KV storage; the request table decides which is whose, the model only
-writes and reads them. Slot 0 is padding and belongs to nobody. Nothing here samples.
+Slots are indices into the model's KV storage; the request table decides which is whose, the model
+only writes and reads them. Slot 0 is padding and belongs to nobody. Nothing here samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang_ssd.core.outcome_tree import IntArray
 
 
 class ExtendRow(msgspec.Struct, frozen=True):
-    """The next tokens of one request's line, at positions start .. start + T - 1; attention is causal."""
+    """The next tokens of one request's line, at positions start .. start + T - 1; causal."""
 
     token_ids: IntArray  # [T]
     start: int
@@ -40,7 +40,7 @@ class ModelStep(Protocol):
     total_slots: int  # without the padding slot: slots 1 .. total_slots
 
     def extend(self, rows: Sequence[ExtendRow]) -> torch.Tensor:  # [B, V] float32
-        """Prefill slices, catch-up and single-token decodes; logits after the last token of each row."""
+        """Prefill slices, catch-up and decodes; logits after the last token of each row."""
         ...
 
     def branch_step(self, rows: Sequence[BranchRows]) -> torch.Tensor:  # [sum N, V] float32

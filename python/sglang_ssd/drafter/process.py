@@ -1,11 +1,14 @@
-"""The drafter process as its starter sees it: what it is told, how it is started, watched and stopped.
+"""The drafter process as its starter sees it: what it is told, how it is started, watched and
+stopped.
 
-The target's TP rank 0 calls start_drafter before its own weights load and goes on at once; whether the
-drafter is ready is learnt from the Hello/Welcome handshake alone. Everything the process is told is on
-its command line (so that `ps` shows it and a hand-started one is the same) and in SGLANG_SSD_CONFIG.
+The target's TP rank 0 calls start_drafter before its own weights load and goes on at once; whether
+the drafter is ready is learnt from the Hello/Welcome handshake alone. Everything the process is
+told is on its command line (so that `ps` shows it and a hand-started one is the same) and in
+SGLANG_SSD_CONFIG.
 
-The drafter never outlives its parent: it asks the kernel for SIGKILL at the parent's death (the call
-must come from a thread that lives as long as the server) and watches the parent's pid as well.
+The drafter never outlives its parent: it asks the kernel for SIGKILL at the parent's death (the
+call must come from a thread that lives as long as the server) and watches the parent's pid as
+well.
 """
 
 from __future__ import annotations
@@ -152,7 +155,7 @@ class DrafterHandle:
 
 
 def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle:
-    """Start the process and return at once; call from a thread that lives as long as the server."""
+    """Start it and return at once; call from a thread that lives as long as the server."""
     socket_dir = None
     endpoint = settings.endpoint
     if not endpoint:
@@ -168,7 +171,7 @@ def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle
         text=True,
         errors="replace",
         env=_child_environment(config),
-        # Ctrl-C in a terminal reaches the server, which ends us; a second SIGINT here only adds noise.
+        # Ctrl-C in a terminal is for the server, which ends the drafter; here it would only be noise.
         start_new_session=True,
     )
     logger.info("SSD drafter %d starts: %s", process.pid, told)
@@ -180,7 +183,12 @@ def _child_environment(config: SsdConfig) -> dict[str, str]:
     env = dict(os.environ)
     env[CONFIG_ENV] = msgspec.json.encode(config).decode()
     env["PYTHONUNBUFFERED"] = "1"
-    for name in ("SGLANG_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY"):
+    for name in (
+        "SGLANG_CPU_OMP_THREADS_BIND",
+        "OMP_NUM_THREADS",
+        "KMP_AFFINITY",
+        "GOMP_CPU_AFFINITY",
+    ):
         env.pop(name, None)
     return env
 

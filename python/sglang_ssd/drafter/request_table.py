@@ -1,13 +1,13 @@
 """Open sequences and their KV slots: who holds which, and what happens when there are no more.
 
-Slot s of the model's KV storage is free, or in exactly one sequence (its line or one of its branches);
-slot 0 is padding. A sequence is admitted, and grows, only if the most that it can hold (committed ids,
-num_steps drafts and all branch steps) fits beside the most that the others can hold, so a slot that is
-asked for is always there. One that does not fit, or passes the context, is refused: it keeps its place in
-the table as a name without slots, until it is closed.
+Slot s of the model's KV storage is free, or in exactly one sequence (its line or one of its
+branches); slot 0 is padding. A sequence is admitted, and grows, only if the most that it can hold
+(committed ids, num_steps drafts and all branch steps) fits beside the most that the others can
+hold, so a slot that is asked for is always there. One that does not fit, or passes the context, is
+refused: it keeps its place in the table as a name without slots, until it is closed.
 
-A row of the table is reused; its generation is bumped at every close. Whoever finishes a forward for a
-row asks `holds` first, so a late write to a reused row is a no-op.
+A row of the table is reused; its generation is bumped at every close. Whoever finishes a forward
+for a row asks `holds` first, so a late write to a reused row is a no-op.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Refused = Literal["full", "context"]
 
 
 class Limits:
-    """What one target's sequences may need, fixed by its num_steps and fan-out ([] in mode sync)."""
+    """What one target's sequences may need, from its num_steps and fan-out ([]: mode sync)."""
 
     __slots__ = (
         "branch_slots",
@@ -45,7 +45,7 @@ class Limits:
         self.fan_out = fan_out
         self.vocab_size = vocab_size
         self.branch_slots = sum(fan_out) * (num_steps + 1)
-        # Candidates to rank: the draft and the guesses beside it, or all guesses after a chain's end.
+        # To rank: the draft and the guesses beside it, or all guesses after a chain's end.
         self.branch_width = max(fan_out, default=0) + 1
         self.line_width = max(sum(fan_out), self.branch_width)
         # The deepest token is e_K of a branch at position K: position committed_len + 2 K.
@@ -92,7 +92,9 @@ class Sequence:
         self.row_generation = -1
         self.reserved = 0
         self.cache = SpeculationCache(num_steps=limits.num_steps, committed_tokens=[0])
-        self.line_slots: IntArray = _NO_SLOTS  # [context] slots of the line, valid up to cache.trunk_len
+        self.line_slots: IntArray = (
+            _NO_SLOTS  # [context] slots of the line, valid up to cache.trunk_len
+        )
         self.round_id: int | None = None
         self.answer = Answer(num_drafts=0, served="none")
         self.bonus_rank = -1
@@ -179,7 +181,7 @@ class RequestTable:
         self._reserve(seq, len(tokens))
 
     def take(self, seq: Sequence, new_tokens: list[int]) -> Taken | None:
-        """Apply an outcome and re-link slots; None if the sequence has grown too large and is refused."""
+        """Apply an outcome and re-link slots; None if the sequence is too large now and refused."""
         assert self.holds(seq), "only live sequences take outcomes"
         taken = seq.cache.take(new_tokens)
         self.give_back(taken.free_slots)
@@ -194,7 +196,7 @@ class RequestTable:
         return taken
 
     def slots_for(self, count: int) -> IntArray:  # [count]
-        """Slots off the free list; the caller puts them into a sequence before it returns to the loop."""
+        """Slots off the free list; the caller puts them into a sequence or gives them back."""
         assert count <= self._num_free, "reservations keep enough slots free"
         self._num_free -= count
         return self._free[self._num_free : self._num_free + count][::-1].copy()
@@ -228,7 +230,9 @@ class RequestTable:
             held.extend(seq.cache.all_slots())
             line = seq.line_slots[: seq.cache.trunk_len].tolist()
             assert line == seq.cache.slots, f"{seq.rid}: line_slots differ from the cache's"
-            assert len(seq.cache.all_slots()) <= seq.reserved, f"{seq.rid}: holds more than reserved"
+            assert len(seq.cache.all_slots()) <= seq.reserved, (
+                f"{seq.rid}: holds more than reserved"
+            )
             assert self._rows[seq.row] is seq, f"{seq.rid}: its row belongs to another"
         assert sorted(held) == list(range(self.total_slots + 1)), "a slot is lost or held twice"
         assert self._reserved == sum(seq.reserved for seq in self), "reservations do not add up"

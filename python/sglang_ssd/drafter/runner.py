@@ -1,4 +1,5 @@
-"""SGLang's ModelRunner as a ModelStep: one draft model in a process of its own, without a scheduler.
+"""SGLang's ModelRunner as a ModelStep: one draft model in a process of its own, without a
+scheduler.
 
 The runner's pools are storage only. Every forward states its attention as a plan of slots (the tree
 mask of a branch step included), so neither req_to_token nor the pool's allocator is ever asked.
@@ -65,12 +66,12 @@ class PlannedForward:
 class SglangModelStep:
     """See the module docstring. One per process: SGLang's configuration is process-wide."""
 
-    def __init__(
-        self, settings: DrafterSettings, *, device: str, max_sequences: int = 1
-    ) -> None:
+    def __init__(self, settings: DrafterSettings, *, device: str, max_sequences: int = 1) -> None:
         server_args = _server_args(settings, device=device, max_sequences=max_sequences)
         ports = PortArgs.init_new(server_args)
-        publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=settings.gpu_id))
+        publish(
+            server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=settings.gpu_id)
+        )
         _init_process_global_configs()
         model_config = ModelConfig.from_server_args(server_args)
         check_architecture(model_config.hf_config.architectures)
@@ -98,9 +99,7 @@ class SglangModelStep:
         widths = [len(row.token_ids) for row in rows]
         plan, q_start = [], 0
         for row, width in zip(rows, widths, strict=True):
-            plan.append(
-                PlanRow(q_start, q_start + width, self._tensor(row.kv_slots), causal=True)
-            )
+            plan.append(PlanRow(q_start, q_start + width, self._tensor(row.kv_slots), causal=True))
             q_start += width
         starts = np.array([row.start for row in rows], dtype=np.int64)
         batch = self._batch(
@@ -179,7 +178,7 @@ class SglangModelStep:
 
 
 def load_tokens(settings: DrafterSettings) -> list[str]:
-    """The tokenizer's token strings by id; [] with a warning where the checkpoint has no tokenizer."""
+    """The tokenizer's token strings by id; [] with a warning if the checkpoint has none."""
     try:
         tokenizer = get_tokenizer(
             settings.model_path,
@@ -192,9 +191,7 @@ def load_tokens(settings: DrafterSettings) -> list[str]:
     return token_strings(tokenizer.get_vocab())
 
 
-def _server_args(
-    settings: DrafterSettings, *, device: str, max_sequences: int
-) -> ServerArgs:
+def _server_args(settings: DrafterSettings, *, device: str, max_sequences: int) -> ServerArgs:
     model_dir = Path(settings.model_path)
     total_tokens = settings.max_total_tokens
     if model_dir.is_dir():

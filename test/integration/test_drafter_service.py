@@ -1,0 +1,380 @@
+"""The drafter among several requests and messages of every kind: order, fairness, refusals,
+repairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+import torch
+
+from sglang_ssd.config import SsdConfig
+from sglang_ssd.drafter.model_step import ExtendRow
+from sglang_ssd.wire.messages import (
+    DraftClose,
+    DraftRule,
+    DraftSync,
+    StatusRequest,
+    VerifyCommit,
+    Welcome,
+)
+from toys.drafter_checks import assert_kv_is_fresh, assert_replies_continue
+from toys.toy_draft_model import ToyDraftModel
+from toys.toy_target import GREEDY, SAMPLED, Reply, ToyTarget
+
+PROMPT = [5, 9, 2, 33, 17, 4]
+LONG = [i % 61 for i in range(7, 307)]
+
+
+def target_of(num_steps: int = 4, **settings: object) -> ToyTarget:
+    config = msgspec.convert({"fan_out": [2], **settings}, SsdConfig)
+    return ToyTarget(config=config, num_steps=num_steps, draft_model=ToyDraftModel(seed=3))
+
+
+def only_reply(target: ToyTarget) -> Reply:
+    for _ in range(50):
+        if target.replies:
+            break
+        target.step()
+    (reply,) = target.replies
+    target.replies = []
+    return reply
+
+
+# Mode sync --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_sync_drafts_with_k_forwards_and_does_nothing_else(rule: DraftRule) -> None:
+    """The baseline must not pay for anything that only SSD needs, nor miss anything that SD has."""
+    target = target_of(mode="sync")
+    for rid in ("a", "b"):
+        target.open(rid, PROMPT, rule)
+    target.run_until_idle()
+    for _ in range(4):
+        target.model.calls.clear()
+        target.round()
+        assert [kind for kind, _ in target.model.calls] == ["extend"] * 4
+        assert [count for _, count in target.model.calls][1:] == [2, 2, 2]
+    for request in target.requests.values():
+        assert request.served == ["sync"] * 4
+        assert request.accept_lens == [1, 5, 5, 5]
+    assert_kv_is_fresh(target)
+
+
+# Prefill ----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_prefilled_in_slices_while_others_are_served() -> None:
+    """Neither starves: rounds go on at full hit rate, and every K + 1 forwards a slice passes."""
+    target = target_of(prefill_slice_tokens=20)
+    target.open("live", PROMPT)
+    target.run_until_idle()
+    target.round()
+    target.open("long", LONG)
+    live = target.requests["live"]
+    rounds = 0
+    target.model.calls.clear()
+    long = None
+    while long is None or long.is_far_behind:
+        target.verify(live)
+        target.commit([live])
+        reply = only_reply(target)
+        assert reply.served == "hit"
+        live.acked, live.drafts = reply.base, reply.drafts
+        for _ in range(6):
+            target.step()
+        long = target.loop.table.find(b"target", "long")
+        rounds += 1
+    slices = [count for kind, count in target.model.calls if kind == "extend" and count > 1]
+    assert max(slices) <= 20
+    assert rounds <= len(LONG) / 20 + 2
+    assert target.loop.status().prefill_tokens >= len(LONG) - 20
+
+
+def test_a_commit_during_prefill_is_answered_at_once_without_drafts() -> None:
+    target = target_of(prefill_slice_tokens=20)
+    request = target.open("long", LONG)
+    target.step()
+    request.tokens.append(3)
+    target.commit([request])
+    target.model.calls.clear()
+    target.step()
+    assert only_reply(target).served == "none"
+    target.run_until_idle()
+    target.take_replies()
+    request.acked = len(request.tokens)
+    assert [reply.served for reply in target.round()] == ["hit"], "the branches after the prompt"
+    assert_kv_is_fresh(target)
+
+
+def test_short_prompts_share_one_forward() -> None:
+    target = target_of()
+    for i in range(4):
+        target.open(f"r{i}", PROMPT[: i + 1])
+    target.step()
+    assert target.model.calls == [("extend", 1 + 2 + 3 + 4)]
+
+
+# Messages that repeat, arrive late or make no sense ---------------------------------------------
+
+
+def test_duplicate_and_overtaken_commits_are_counted_and_change_nothing() -> None:
+    target = target_of()
+    request = target.open("r", PROMPT)
+    target.run_until_idle()
+    target.verify(request)
+    target.commit([request])
+    first = target.transport.inbox[-1]
+    target.transport.inbox.append(first)
+    target.run_until_idle()
+    assert len(target.take_replies()) == 1
+    before = target.loop.status()
+    target.transport.inbox.append(first)
+    target.run_until_idle()
+    assert target.replies == []
+    assert target.loop.status().stale_commits == before.stale_commits + 1 == 2
+    assert target.loop.status().branch_steps == before.branch_steps
+
+
+def test_a_lost_commit_is_repaired_by_the_next_one() -> None:
+    target = target_of()
+    request = target.open("r", PROMPT)
+    target.run_until_idle()
+    target.round()
+    target.verify(request)
+    target.commit([request])
+    target.transport.inbox.clear()
+    target.verify(request)
+    target.commit([request])
+    reply = only_reply(target)
+    assert reply.base == len(request.tokens)
+    assert_replies_continue(target, [reply])
+    target.run_until_idle()
+    assert_kv_is_fresh(target)
+
+
+def commit(base: int, ids: Sequence[int], generation: int = 1, rid: str = "r") -> VerifyCommit:
+    return VerifyCommit(
+        round_id=77,
+        rids=[rid],
+        generations=[generation],
+        base_committed_lens=[base],
+        num_verified_drafts=[0],
+        num_tokens=[len(ids)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("base", "ids"),
+    [(20, [1]), (2, [1, 1, 1, 1, 1]), (6, [61]), (6, [-1])],
+    ids=["gap", "contradiction", "beyond the vocabulary", "negative"],
+)
+def test_a_row_that_cannot_be_right_loses_its_sequence_only(base: int, ids: list[int]) -> None:
+    target = target_of()
+    target.open("r", PROMPT)
+    target.open("other", PROMPT)
+    target.run_until_idle()
+    target.send(commit(base, ids), ids)
+    reply = only_reply(target)
+    assert (reply.rid, reply.served) == ("r", "unknown")
+    assert target.loop.status().protocol_errors == 1
+    assert [seq.rid for seq in target.loop.table] == ["other"]
+
+
+def test_unknown_and_newer_openings_are_unknown_and_older_ones_are_ignored() -> None:
+    target = target_of()
+    request = target.open("r", PROMPT)
+    request.generation = 5
+    target.transport.inbox.clear()
+    target.sync(request)
+    target.run_until_idle()
+    target.send(commit(6, [1], generation=4), [1])
+    target.run_until_idle()
+    assert target.replies == []
+    assert target.loop.table.num_live == 1
+    target.send(DraftClose(rids=["r"], generations=[4]))
+    target.run_until_idle()
+    assert target.loop.table.num_live == 1
+    target.send(commit(6, [1], generation=6), [1])
+    assert only_reply(target).served == "unknown"
+    assert target.loop.table.num_live == 0, "the older opening is over"
+    target.send(commit(6, [1], rid="never"), [1])
+    assert only_reply(target).served == "unknown"
+
+
+def test_an_older_sync_does_not_replace_a_newer_one() -> None:
+    target = target_of()
+    request = target.open("r", PROMPT)
+    older = target.transport.inbox[-1]
+    request.generation += 1
+    request.tokens.append(8)
+    target.sync(request)
+    target.run_until_idle()
+    target.transport.inbox.append(older)
+    target.run_until_idle()
+    (seq,) = target.loop.table
+    assert seq.generation == 2
+    assert seq.cache.committed_len == len(PROMPT) + 1
+
+
+def test_a_target_that_said_no_hello_gets_nothing() -> None:
+    target = target_of()
+    sync = DraftSync(rid="r", generation=1, committed_len=2, rule=GREEDY)
+    target.send(sync, [1, 2], peer=b"stranger")
+    target.send(commit(2, [1]), [1], peer=b"stranger")
+    target.step()
+    assert target.loop.table.is_empty()
+    assert target.replies[0].served == "unknown"
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        DraftRule(temperature=1.0, seed=2**63),
+        DraftRule(temperature=float("nan")),
+        DraftRule(temperature=float("inf")),
+        DraftRule(temperature=1.0, top_p=float("nan")),
+    ],
+)
+def test_a_rule_that_cannot_be_followed_opens_nothing(rule: DraftRule) -> None:
+    target = target_of()
+    target.open("r", PROMPT, rule)
+    target.run_until_idle()
+    assert target.loop.table.is_empty()
+    assert target.loop.status().protocol_errors == 1
+
+
+def test_two_targets_may_use_the_same_name_and_different_depths() -> None:
+    target = target_of()
+    target.open("r", PROMPT)
+    target.num_steps = 2
+    target.hello(peer=b"second")
+    sync = DraftSync(rid="r", generation=9, committed_len=3, rule=GREEDY)
+    target.send(sync, PROMPT[:3], peer=b"second")
+    target.run_until_idle()
+    steps = {seq.peer: seq.cache.num_branch_steps for seq in target.loop.table}
+    assert steps == {b"target": 5, b"second": 3}
+    target.send(DraftClose(rids=[], generations=[], close_all=True), peer=b"second")
+    target.step()
+    assert [seq.peer for seq in target.loop.table] == [b"target"]
+
+
+# Bounds and time --------------------------------------------------------------------------------
+
+
+def test_a_full_pool_refuses_the_row_and_serves_the_others() -> None:
+    model = ToyDraftModel(seed=3, total_slots=80)
+    target = ToyTarget(config=SsdConfig(fan_out=[2]), num_steps=4, draft_model=model)
+    target.open("a", PROMPT)
+    target.open("b", PROMPT)
+    target.run_until_idle()
+    replies = {reply.rid: reply for reply in target.round()}
+    assert replies["a"].served == "hit"
+    assert replies["b"].served == "full"
+    target.close("a")
+    target.close("b")
+    target.open("c", PROMPT)
+    target.run_until_idle()
+    assert [reply.served for reply in target.round()] == ["hit"]
+
+
+def test_past_the_drafters_context_rows_go_on_without_drafts() -> None:
+    model = ToyDraftModel(seed=3, context_len=40)
+    target = ToyTarget(config=SsdConfig(fan_out=[2]), num_steps=4, draft_model=model)
+    request = target.open("r", PROMPT)
+    target.run_until_idle()
+    for _ in range(12):
+        target.round()
+    assert request.served[0] == "hit"
+    assert request.served[-1] == "context"
+    assert target.loop.table.num_free_slots == target.loop.table.total_slots
+
+
+def test_a_silent_sequence_ends_with_its_lease() -> None:
+    target = target_of(lease_s=10.0)
+    target.open("r", PROMPT)
+    target.run_until_idle()
+    target.now = 9.0
+    target.step()
+    assert target.loop.table.num_live == 1
+    target.now = 13.0
+    target.step()
+    assert target.loop.table.num_live == 0
+
+
+def test_an_idle_drafter_waits_in_the_poll() -> None:
+    """Never zero while there is nothing to do, and no longer than the next lease."""
+    target = target_of(lease_s=8.0)
+    target.transport.waits.clear()
+    target.loop.step(1.0)
+    assert target.transport.waits == [1.0]
+    target.open("r", PROMPT)
+    target.run_until_idle()
+    target.transport.waits.clear()
+    for _ in range(3):
+        target.loop.step(60.0)
+    assert all(0 < wait <= 2.0 for wait in target.transport.waits)
+
+
+def test_status_counts() -> None:
+    target = target_of()
+    target.open("r", PROMPT)
+    target.run_until_idle()
+    target.round()
+    target.send(StatusRequest())
+    target.loop.step(0.0)
+    ((peer, status, _),) = target.transport.outbox
+    assert peer == b"target"
+    assert status.live_sequences == 1
+    assert (status.hits, status.misses) == (1, 0)
+    assert status.branch_steps == 10
+    assert status.total_slots == 3000
+    assert 0 < status.free_slots < 3000
+    assert status.drafting_seconds > 0
+
+
+# Late writes ------------------------------------------------------------------------------------
+
+
+class ClosingModel(ToyDraftModel):
+    """Closes the request, and opens another in its row, while a forward is under way."""
+
+    target: ToyTarget | None = None
+
+    def extend(self, rows: Sequence[ExtendRow]) -> torch.Tensor:
+        logits = super().extend(rows)
+        if self.target is not None:
+            target, self.target = self.target, None
+            target.loop.table.close_peer(b"target")
+            target.open("new", PROMPT[::-1])
+            for arrived in target.transport.receive(0.0):
+                target.loop._handle(arrived)
+        return logits
+
+
+def test_a_forward_that_ends_after_its_row_was_reused_writes_nothing() -> None:
+    model = ClosingModel(seed=3)
+    target = ToyTarget(
+        config=SsdConfig(fan_out=[2]), num_steps=4, draft_model=model, max_sequences=1
+    )
+    target.open("old", PROMPT)
+    model.target = target
+    target.step()
+    (seq,) = target.loop.table
+    assert seq.rid == "new"
+    assert seq.cache.trunk_len == 0
+    target.run_until_idle()
+    assert_kv_is_fresh(target)
+
+
+def test_every_hello_is_answered_and_sequences_stay() -> None:
+    """A target repeats its Hello until it has an answer."""
+    target = target_of()
+    target.open("r", PROMPT)
+    target.run_until_idle()
+    target.send(target.greeting())
+    target.loop.step(0.0)
+    assert [type(message) for _, message, _ in target.transport.outbox] == [Welcome]
+    assert target.loop.table.num_live == 1
