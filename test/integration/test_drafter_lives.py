@@ -26,7 +26,7 @@ class Life:
 
     def __init__(self, seed: int, config: SsdConfig, num_steps: int) -> None:
         self.rng = random.Random(seed)
-        self.model = RecordingModel(seed=seed, total_slots=2000)
+        self.model = RecordingModel(ToyDraftModel(seed=seed, total_slots=2000))
         self.target = ToyTarget(
             config=config,
             num_steps=num_steps,

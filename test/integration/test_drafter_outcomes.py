@@ -23,7 +23,7 @@ PROMPT = [5, 9, 2, 33, 17, 4]
 
 def served_target(backup: str, *, warm_rounds: int = 2) -> tuple[ToyTarget, RecordingModel]:
     """A target with one request whose chain and tree are complete."""
-    model = RecordingModel(seed=3)
+    model = RecordingModel(ToyDraftModel(seed=3))
     config = SsdConfig(fan_out=[2], backup=backup)
     target = ToyTarget(config=config, num_steps=4, draft_model=model)
     target.open("r", PROMPT)

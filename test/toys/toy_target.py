@@ -7,6 +7,7 @@ run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -86,8 +87,8 @@ class ToyTarget:
         *,
         config: SsdConfig,
         num_steps: int,
-        draft_model: ToyDraftModel | None = None,
-        target_model: ToyDraftModel | None = None,
+        draft_model: Any = None,
+        target_model: Any = None,
         max_sequences: int = 8,
         check: bool = True,
     ) -> None:

@@ -171,7 +171,7 @@ def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle
         text=True,
         errors="replace",
         env=_child_environment(config),
-        # Ctrl-C in a terminal is for the server, which ends the drafter; here it would only be noise.
+        # Ctrl-C in a terminal is for the server, which ends the drafter.
         start_new_session=True,
     )
     logger.info("SSD drafter %d starts: %s", process.pid, told)
