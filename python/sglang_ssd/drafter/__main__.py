@@ -17,12 +17,14 @@ import time
 import types
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
 
 import msgspec
 
 from sglang_ssd.config import SsdConfig, load_config
-from sglang_ssd.drafter.process import DrafterSettings, process_exists
+from sglang_ssd.drafter.checkpoint import check_local
+from sglang_ssd.drafter.process import FAILURE, DrafterSettings, process_exists
 from sglang_ssd.platform.affinity import format_cores, parse_cores
 
 if TYPE_CHECKING:
@@ -40,9 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 after SIGTERM or SIGINT, 1 after a failure, whose last log line says why."""
     settings = parse_settings(argv)
     _tie_to_parent(settings.parent_pid)
-    logging.basicConfig(
-        level=logging.INFO, format="[%(asctime)s] %(name)s %(levelname)s %(message)s"
-    )
+    logging.basicConfig(format="[%(asctime)s] %(name)s %(levelname)s %(message)s")
+    logging.getLogger("sglang_ssd").setLevel(logging.INFO)
     signal.signal(signal.SIGTERM, _exit_quietly)
     signal.signal(signal.SIGINT, _exit_quietly)
     serving = False
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # Of a refused setting or checkpoint the text says all there is.
         refused = isinstance(error, ValueError) and not serving
-        logger.error("the drafter failed: %s", error, exc_info=not refused)
+        logger.error("%s: %s", FAILURE, error, exc_info=not refused)
         return 1
 
 
@@ -69,6 +70,9 @@ def _bind(endpoint: str) -> DrafterTransport:
 
 def _load(settings: DrafterSettings, config: SsdConfig, transport: DrafterTransport) -> DraftLoop:
     """The loop with its model; the platform is chosen before anything of SGLang is imported."""
+    model_dir = Path(settings.model_path)
+    if model_dir.is_absolute() or model_dir.is_dir():  # otherwise a hub id
+        check_local(model_dir, load_format=settings.load_format)
     device = _choose_device(settings.device)
     if device == "cpu":
         os.environ.setdefault("SGLANG_PLATFORM", "ssd_cpu")

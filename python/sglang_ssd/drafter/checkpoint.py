@@ -54,6 +54,14 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
+def check_local(model_dir: Path, *, load_format: str) -> None:
+    """CheckpointError unless a supported model is there, whole."""
+    if not model_dir.is_dir():
+        raise CheckpointError(f"draft model: {model_dir} is missing")
+    read_shape(model_dir)
+    check_weights(model_dir, load_format=load_format)
+
+
 def read_shape(model_dir: Path) -> ModelShape:
     """Sizes of a supported model. CheckpointError for a missing config or another architecture."""
     path = model_dir / "config.json"

@@ -26,11 +26,14 @@ from typing import IO, Protocol
 
 import msgspec
 
-from sglang_ssd.config import CONFIG_ENV, SsdConfig
+from sglang_ssd.config import CONFIG_ENV, SsdConfig, dump_config
 
 logger = logging.getLogger(__name__)
 
-_LOG_TAIL_LINES = 30
+FAILURE = "the drafter failed"
+"""Begins the log record that says why the process ends."""
+
+_LOG_TAIL_LINES = 60
 _REASON_LINES = 8
 _SOCKET_DIR_PREFIX = "sglang-ssd-"
 
@@ -132,7 +135,9 @@ class DrafterHandle:
             return None
         self._reader.join(timeout=1.0)
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        lines = list(self._tail)[-_REASON_LINES:]
+        lines = list(self._tail)
+        said = [index for index, line in enumerate(lines) if FAILURE in line]
+        lines = lines[said[-1] :] if said else lines[-_REASON_LINES:]
         return f"the drafter process {self.pid} ended with {how}: " + "\n".join(lines)
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -181,7 +186,7 @@ def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle
 def _child_environment(config: SsdConfig) -> dict[str, str]:
     """Ours, without what binds the target's ranks to its cores and devices of its own."""
     env = dict(os.environ)
-    env[CONFIG_ENV] = msgspec.json.encode(config).decode()
+    env[CONFIG_ENV] = dump_config(config)
     env["PYTHONUNBUFFERED"] = "1"
     for name in (
         "SGLANG_CPU_OMP_THREADS_BIND",

@@ -28,12 +28,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 
-from sglang_ssd.drafter.checkpoint import (
-    CheckpointError,
-    check_architecture,
-    check_weights,
-    read_shape,
-)
+from sglang_ssd.drafter.checkpoint import check_architecture, read_shape
 from sglang_ssd.drafter.model_step import BranchRows, ExtendRow
 from sglang_ssd.platform.attention_plan import PlanRow
 from sglang_ssd.wire.token_map import token_strings
@@ -192,16 +187,6 @@ def load_tokens(settings: DrafterSettings) -> list[str]:
 
 
 def _server_args(settings: DrafterSettings, *, device: str, max_sequences: int) -> ServerArgs:
-    model_dir = Path(settings.model_path)
-    total_tokens = settings.max_total_tokens
-    if model_dir.is_dir():
-        shape = read_shape(model_dir)
-        check_weights(model_dir, load_format=settings.load_format)
-        if total_tokens is None and device == "cpu":
-            bytes_per_token = shape.kv_bytes_per_token(_BYTES.get(settings.dtype, 4))
-            total_tokens = _CPU_KV_BUDGET_BYTES // bytes_per_token
-    elif model_dir.is_absolute():
-        raise CheckpointError(f"draft model: {model_dir} is missing")
     server_args = ServerArgs(
         model_path=settings.model_path,
         revision=settings.revision,
@@ -212,7 +197,7 @@ def _server_args(settings: DrafterSettings, *, device: str, max_sequences: int) 
         dtype=settings.dtype,
         context_length=settings.context_length,
         mem_fraction_static=settings.mem_fraction,
-        max_total_tokens=total_tokens,
+        max_total_tokens=settings.max_total_tokens or _default_total_tokens(settings, device),
         max_running_requests=max_sequences,  # the most rows of one forward
         attention_backend="ssd_cpu",
         page_size=1,
@@ -221,3 +206,12 @@ def _server_args(settings: DrafterSettings, *, device: str, max_sequences: int) 
     )
     server_args.resolve_once()
     return server_args
+
+
+def _default_total_tokens(settings: DrafterSettings, device: str) -> int | None:
+    """None lets SGLang take mem_fraction of a device of our own; RAM is shared with the target."""
+    model_dir = Path(settings.model_path)
+    if device != "cpu" or not model_dir.is_dir():
+        return None
+    bytes_per_element = _BYTES.get(settings.dtype, 4)
+    return _CPU_KV_BUDGET_BYTES // read_shape(model_dir).kv_bytes_per_token(bytes_per_element)

@@ -1,0 +1,159 @@
+"""The drafter as a child process: what it is told, why it failed, and that it never outlives us."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_ssd.config import CONFIG_ENV, SsdConfig, load_config
+from sglang_ssd.drafter.__main__ import parse_settings
+from sglang_ssd.drafter.process import (
+    DrafterSettings,
+    process_exists,
+    settings_for_target,
+    start_drafter,
+    to_argv,
+)
+
+ALL = DrafterSettings(
+    model_path="/m",
+    revision="r1",
+    load_format="dummy",
+    quantization="fp8",
+    trust_remote_code=True,
+    endpoint="ipc:///tmp/x",
+    device="cpu",
+    dtype="float32",
+    max_total_tokens=1000,
+    max_sequences=3,
+    mem_fraction=0.3,
+    context_length=512,
+    cores="1-2,5",
+    gpu_id=1,
+    parent_pid=77,
+)
+
+
+@pytest.mark.parametrize("settings", [ALL, DrafterSettings(model_path="hub/id")])
+def test_the_command_line_says_every_setting(settings: DrafterSettings) -> None:
+    assert parse_settings(to_argv(settings)) == settings
+
+
+class Flags:
+    speculative_draft_model_path: str | None = "/draft"
+    speculative_draft_model_revision: str | None = "main"
+    speculative_draft_load_format: str | None = None
+    speculative_draft_model_quantization: str | None = None
+    trust_remote_code = True
+
+
+def test_settings_come_from_sglangs_draft_flags_and_the_config() -> None:
+    config = SsdConfig(drafter_dtype="float32", drafter_max_sequences=5)
+    settings = settings_for_target(Flags(), config, cores="3")
+    assert settings == DrafterSettings(
+        model_path="/draft",
+        revision="main",
+        trust_remote_code=True,
+        dtype="float32",
+        max_sequences=5,
+        cores="3",
+    )
+
+
+def test_a_missing_draft_model_names_the_flag() -> None:
+    flags = Flags()
+    flags.speculative_draft_model_path = None
+    with pytest.raises(ValueError, match="--speculative-draft-model-path"):
+        settings_for_target(flags, SsdConfig())
+
+
+def test_a_failed_start_says_why_within_seconds(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = DrafterSettings(model_path="/no/such/model", device="cpu")
+    handle = start_drafter(settings, SsdConfig(mode="sync"))
+    folder = Path(handle.endpoint.removeprefix("ipc://")).parent
+    assert folder.stat().st_mode & 0o077 == 0, "nobody else may send to the drafter"
+    deadline = time.monotonic() + 60
+    while handle.alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    reason = handle.exit_reason() or ""
+    assert "exit code 1" in reason
+    assert "/no/such/model is missing" in reason
+    assert "Traceback" not in reason
+    handle.stop()
+    assert not folder.exists()
+    assert "[drafter]" in capfd.readouterr().err
+
+
+def test_sockets_of_killed_servers_are_swept_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left, ours = tmp_path / f"sglang-ssd-{dead.pid}-x", tmp_path / f"sglang-ssd-{os.getpid()}-x"
+    for folder in (left, ours):
+        folder.mkdir()
+    handle = start_drafter(DrafterSettings(model_path="/no/such/model"), SsdConfig())
+    handle.stop()
+    assert not left.exists()
+    assert ours.exists()
+
+
+def test_the_config_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child gets the config that the caller has, whatever the environment said."""
+    monkeypatch.setenv(CONFIG_ENV, '{"mode": "off"}')
+    seen: dict[str, str] = {}
+
+    class Spy(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, argv: list[str], **kwargs: object) -> None:
+            seen.update(kwargs["env"])
+            super().__init__(argv, **kwargs)
+
+    monkeypatch.setattr("sglang_ssd.drafter.process.subprocess.Popen", Spy)
+    config = SsdConfig(fan_out=[7], backup="none")
+    start_drafter(DrafterSettings(model_path="/no/such/model"), config).stop()
+    assert load_config(seen) == config
+
+
+CHILD = """
+import os, sys, time
+from sglang_ssd.drafter.__main__ import _tie_to_parent
+_tie_to_parent(os.getppid())
+print(os.getpid(), flush=True)
+time.sleep(120)
+"""
+PARENT = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, text=True,
+                         start_new_session=True)
+print(child.stdout.readline(), flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_the_child_dies_with_a_killed_parent(stopped: bool) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    if stopped:
+        os.kill(child, signal.SIGSTOP)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while _is_running(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_running(child)
+
+
+def _is_running(pid: int) -> bool:
+    """A zombie that nobody has reaped yet counts as gone."""
+    if not process_exists(pid):
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
