@@ -51,7 +51,7 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 def load_model(path: str, dtype: str) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     return model.eval()
 
 
@@ -75,7 +75,9 @@ def record(
     seed: int,
 ) -> Positions:
     """The target's own answers, sampled with shared noise, and both models' logits along them."""
-    target_rows, draft_rows, positions = [], [], []
+    target_rows: list[torch.Tensor] = []
+    draft_rows: list[torch.Tensor] = []
+    positions: list[int] = []
     for index, prompt in enumerate(tqdm(prompts, desc=f"T={temperature:g}: record", leave=False)):
         tokens, logits = sample_answer(
             target, prompt, temperature=temperature, num_tokens=num_tokens, seed=seed + index

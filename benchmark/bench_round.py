@@ -175,7 +175,7 @@ class Side:
 
     def median_ms(self, shape: Shape, repeats: int) -> float:
         self._pipe.send((shape, repeats))
-        return round(statistics.median(self._pipe.recv()), 2)
+        return round(float(statistics.median(self._pipe.recv())), 2)
 
     def be_busy(self, shape: Shape) -> None:
         self._pipe.send((shape, 0))
@@ -229,22 +229,22 @@ def measure(args: argparse.Namespace) -> tuple[Times, Times]:
 def times_from_trace(spans: Sequence[Span], batch_size: int) -> Times:
     """Medians by size of what a server did with batch_size requests; host is a mean."""
 
-    def medians(process: str, name: str, size: str, rows: str) -> dict[int, float]:
-        found = defaultdict(list)
+    def medians(process: str, name: str, requests: str, size: str) -> dict[int, float]:
+        found: dict[int, list[float]] = defaultdict(list)
         for span in select(spans, process, name):
-            if span.args[rows] == batch_size:
-                found[span.args[size]].append(span.duration)
+            if span.args[requests] == batch_size:
+                found[int(str(span.args[size]))].append(span.duration)
         return {
             key: round(statistics.median(values), 2)
             for key, values in sorted(found.items())
             if len(values) >= WARM_UP
         }
 
+    branch_step = medians(DRAFTER, BRANCH_STEP, "sequences", "rows")
     decode = medians(DRAFTER, DECODE, "rows", "rows")
-    branch_step = medians(DRAFTER, BRANCH_STEP, "rows", "sequences")
     return Times(
-        verify=medians(TARGET, VERIFY, "width", "rows"),
-        branch_step=branch_step,
+        verify=medians(TARGET, VERIFY, "rows", "width"),
+        branch_step={rows // batch_size: ms for rows, ms in branch_step.items()},
         decode=decode.get(batch_size, min(branch_step.values(), default=0.0)),
         host=round(statistics.fmean(one.host for one in find_rounds(spans)), 2),
     )

@@ -59,8 +59,7 @@ class Result(msgspec.Struct, frozen=True):
     detail: str
     num_steps: int
     tokens_per_s: float
-    lowest: float
-    highest: float
+    runs: list[float]
     accept_length: float
     hit_rate: float
     on_time_rate: float
@@ -238,8 +237,7 @@ def summarize(
                     detail=one.detail,
                     num_steps=one.num_steps,
                     tokens_per_s=statistics.median(rates),
-                    lowest=min(rates),
-                    highest=max(rates),
+                    runs=rates,
                     accept_length=statistics.median(run.accept_length for run in runs),
                     hit_rate=statistics.median(run.hit_rate for run in runs),
                     on_time_rate=statistics.median(run.on_time_rate for run in runs),
@@ -284,7 +282,7 @@ def print_results(results: Sequence[Result]) -> None:
         rows.append(
             [
                 *(one.batch_size, one.group, one.num_steps or "", one.detail),
-                f"{one.tokens_per_s:.2f} ({one.lowest:.2f}-{one.highest:.2f})",
+                f"{one.tokens_per_s:.2f} ({min(one.runs):.2f}-{max(one.runs):.2f})",
                 ratio,
                 f"{one.accept_length:.2f}",
                 f"{one.hit_rate:.2f}" if one.group == "SSD" else "",

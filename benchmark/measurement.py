@@ -187,8 +187,8 @@ def flush_trace(server: Server, prompt: list[int]) -> None:
 
 def ssd_state(server: Server) -> dict[str, Any]:
     """The counters of target/draft_client.py; {} without speculation."""
-    states = server.get_json("/server_info")["internal_states"]
-    return states[0].get("ssd", {})
+    state: dict[str, Any] = server.get_json("/server_info")["internal_states"][0]
+    return dict(state.get("ssd", {}))
 
 
 def counted_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
@@ -197,10 +197,10 @@ def counted_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
         return {"accept_length": 1.0, "hit_rate": 0.0, "on_time_rate": 0.0}
 
     def counted(name: str) -> int:
-        return after[name] - before[name]
+        return int(after[name] - before[name])
 
     def served(name: str) -> int:
-        return after["served"].get(name, 0) - before["served"].get(name, 0)
+        return int(after["served"].get(name, 0) - before["served"].get(name, 0))
 
     hits = served("hit") + served("chain_hit")
     outcomes = hits + served("jit") + served("none")

@@ -52,10 +52,11 @@ LEGEND = {
     WAIT: "wait for drafts",
     BRANCH_STEP: "branch step",
     FEED: "feed the last draft",
-    DECODE: "draft after a miss",
+    DECODE: "draft that is waited for",
 }
 LANES = {TARGET: 1.0, DRAFTER: 0.0}
 HEIGHT = 0.62
+LABEL_SHARE = 0.12  # of the window's width that a label in a box needs
 VERIFY_SHADE = "#e8f0f9"
 INK = "#222b36"
 FAINT = "#6b7683"
@@ -113,7 +114,7 @@ def draw(spans: Sequence[Span], shown: Sequence[Round], summary: Summary) -> Fig
         figure, axes = plt.subplots(figsize=(11, 3.7), dpi=160)
         seen = [span for span in spans if span.end > start - margin and span.start < end]
         for span in seen:
-            _draw_span(axes, span, start)
+            _draw_span(axes, span, start, room=(end - start) * LABEL_SHARE)
         _draw_rounds(axes, shown, start)
         _dress(axes, window=(-margin, end - start))
         _write_title(figure, summary)
@@ -122,7 +123,7 @@ def draw(spans: Sequence[Span], shown: Sequence[Round], summary: Summary) -> Fig
     return figure
 
 
-def _draw_span(axes: Axes, span: Span, origin: float) -> None:
+def _draw_span(axes: Axes, span: Span, origin: float, *, room: float) -> None:
     lane = LANES.get(span.process)
     if lane is None or span.name not in COLORS:
         return
@@ -137,12 +138,11 @@ def _draw_span(axes: Axes, span: Span, origin: float) -> None:
         linewidth=0.8 if span.name in DRAFTING else 0.0,
         zorder=2,
     )
-    if span.name == VERIFY:
-        tokens = span.args.get("width")
+    if span.name == VERIFY and width > room:
         axes.text(
             left + width / 2,
             lane,
-            "verify" if tokens is None else f"verify {tokens} tokens",
+            f"verify {span.args['width']} tokens",
             ha="center",
             va="center",
             color="white",

@@ -43,7 +43,7 @@ def _alpaca(row: Row) -> str:
 
 
 def _mt_bench(row: Row) -> str:
-    return (row.get("turns") or row["prompt"])[0]
+    return str((row.get("turns") or row["prompt"])[0])
 
 
 DATA_SETS = {

@@ -37,9 +37,9 @@ def finish(benchmark: str, args: argparse.Namespace, results: dict[str, object])
         "benchmark": benchmark,
         **provenance(),
         "flags": {name: _plain(value) for name, value in vars(args).items() if name != "out"},
-        **results,
+        **msgspec.to_builtins(results, str_keys=True),
     }
-    line = msgspec.json.encode(record).decode()
+    line = msgspec.json.encode(_rounded(record)).decode()
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_bytes(msgspec.json.format(line.encode()) + b"\n")
@@ -111,6 +111,17 @@ def _versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def _rounded(value: object) -> object:
+    """Four digits behind the point are more than any of these measurements carries."""
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
 
 
 def _plain(value: object) -> object:
