@@ -5,9 +5,10 @@ r"""Predict AR, SD and SSD from measured forward times and acceptance, and the b
     python benchmark/simulate.py --times results/round.json --rates results/acceptance.json
 
 Times are what bench_round.py leaves, rates what acceptance_by_noise.py leaves; for one request at a
-time. Drafts are accepted independently with one probability; the drafter's loop is modelled as it is: K + 1 branch steps
-under a verify, the step in flight is waited for, a hit that is not finished is finished alone, a
-miss is drafted by K single steps, and then the last draft must be fed before guesses are made.
+time. Drafts are accepted independently with one probability. The drafter's loop is modelled as it
+is: K + 1 branch steps under a verify, the step in flight is waited for, a hit that is not finished
+is finished alone, a miss is drafted by K single steps, and then the last draft must be fed before
+guesses are made.
 """
 
 from __future__ import annotations
