@@ -89,6 +89,11 @@ class SglangModelStep:
         self.context_len: int = model_config.context_len
         self.total_slots: int = self._runner.max_total_num_tokens
 
+    @property
+    def kv_pool(self) -> Any:
+        """SGLang's storage, for tests that look at the KV itself."""
+        return self._runner.token_to_kv_pool
+
     @torch.inference_mode()
     def extend(self, rows: Sequence[ExtendRow]) -> torch.Tensor:  # [B, V] float32
         widths = [len(row.token_ids) for row in rows]
