@@ -41,8 +41,11 @@ class Drafting:
         self._tracer = tracer
         self.stats = DraftingStats()
 
-    def feed_lines(self, seqs: Rows[Sequence], counts: Rows[int], *, name: str) -> None:
-        """Feed the next counts[i] unfed tokens of each line; grow it while drafts are wanted."""
+    def feed_lines(self, seqs: Rows[Sequence], counts: Rows[int], *, name: str) -> float:
+        """Feed the next counts[i] unfed tokens of each line; grow it while drafts are wanted.
+
+        Returns the seconds that the forward took.
+        """
         new_slots = [self._table.slots_for(count) for count in counts]
         rows = [_extend_row(seq, slots) for seq, slots in zip(seqs, new_slots, strict=True)]
         start_ns = time.monotonic_ns()
@@ -54,7 +57,7 @@ class Drafting:
             positions=[len(seqs[i].cache.tokens) - 1 for i in complete],
             width=max((seqs[i].limits.line_width for i in complete), default=0),
         )
-        self._note(name, start_ns, rows=len(seqs), tokens=sum(counts))
+        seconds = self._note(name, start_ns, rows=len(seqs), tokens=sum(counts))
         candidates: dict[int, IntArray] = dict(zip(complete, ranked, strict=True))
         for i, (seq, slots) in enumerate(zip(seqs, new_slots, strict=True)):
             if self._table.holds(seq):
@@ -62,9 +65,10 @@ class Drafting:
                 grow_chain(seq)
             else:
                 self._table.give_back(slots)
+        return seconds
 
-    def step_branches(self, seqs: Rows[Sequence]) -> None:
-        """The next branch step of each sequence, whichever that is."""
+    def step_branches(self, seqs: Rows[Sequence]) -> float:
+        """The next branch step of each sequence, whichever that is; returns its seconds."""
         new_slots = [self._table.slots_for(seq.cache.num_branches) for seq in seqs]
         rows = [
             branch_rows(
@@ -80,7 +84,7 @@ class Drafting:
             positions=np.concatenate([row.positions for row in rows]).tolist(),
             width=max(seq.limits.branch_width for seq in seqs),
         )
-        self._note("branch step", start_ns, rows=len(ranked), sequences=len(seqs))
+        seconds = self._note("branch step", start_ns, rows=len(ranked), sequences=len(seqs))
         self.stats.branch_steps += 1
         start = 0
         for seq, slots in zip(seqs, new_slots, strict=True):
@@ -90,6 +94,7 @@ class Drafting:
             else:
                 self._table.give_back(slots)
             start = end
+        return seconds
 
     def _rank(
         self, logits: torch.Tensor, *, seqs: Rows[Sequence], positions: list[int], width: int
@@ -100,10 +105,12 @@ class Drafting:
         rules: list[DraftRule] = [seq.rule for seq in seqs]
         return rank_candidates(logits[:, :vocab_size], rules, positions, width)
 
-    def _note(self, name: str, start_ns: int, **args: object) -> None:
+    def _note(self, name: str, start_ns: int, **args: object) -> float:
         end_ns = time.monotonic_ns()
-        self.stats.drafting_seconds += (end_ns - start_ns) / 1e9
+        seconds = (end_ns - start_ns) / 1e9
+        self.stats.drafting_seconds += seconds
         self._tracer.add(name, start_ns, end_ns, **args)
+        return seconds
 
 
 def grow_chain(seq: Sequence) -> None:

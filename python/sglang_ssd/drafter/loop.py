@@ -11,8 +11,9 @@
 One forward per loop step and the socket is polled in between, so an outcome that arrives in the
 middle of a build is seen after the branch step in flight: the losers are freed, the winner is
 finished alone. Forwards for rows that a target is waiting for come first; a slice comes when
-nothing else is to be done, and at the latest after num_steps + 1 forwards of the other kinds.
-Nothing here blocks for longer than one forward, except an idle drafter, which sleeps in the poll.
+nothing else is to be done, and at the latest after num_steps + 1 forwards of the other kinds, and
+is no longer than they are (pace.py). Nothing here blocks for longer than one forward, except an
+idle drafter, which sleeps in the poll.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from sglang_ssd.drafter.backup import plan_answer
 from sglang_ssd.drafter.drafting import Drafting, grow_chain
 from sglang_ssd.drafter.handshake import Abilities, answer_hello, fan_out_for
 from sglang_ssd.drafter.model_step import ModelStep
+from sglang_ssd.drafter.pace import Pace
 from sglang_ssd.drafter.request_table import Limits, RequestTable, Sequence
 from sglang_ssd.trace import Tracer
 from sglang_ssd.wire.frames import ProtocolError, check_token_ids
@@ -105,6 +107,7 @@ class DraftLoop:
         self._drafting = Drafting(model=model, table=self.table, tracer=tracer)
         self._limits: dict[bytes, Limits] = {}  # per target that was welcomed
         self._replies: dict[tuple[bytes, int], list[ReplyRow]] = {}
+        self._pace = Pace()
         self._forwards_since_slice = 0
         self._next_expiry = 0.0
         self.stats = LoopStats()
@@ -327,30 +330,38 @@ class DraftLoop:
         return self._forwards_since_slice >= patience
 
     def _feed(self, seqs: list[Sequence], name: str) -> None:
-        self._forwards_since_slice += 1
         self._drafting.stats.jit_steps += name == "decode"
-        self._drafting.feed_lines(seqs, [seq.num_unfed for seq in seqs], name=name)
+        seconds = self._drafting.feed_lines(seqs, [seq.num_unfed for seq in seqs], name=name)
+        self._note_forward(seconds)
 
     def _build(self, seqs: list[Sequence]) -> None:
-        self._forwards_since_slice += 1
         for seq in seqs:
             if not seq.cache.num_branches:
                 seq.cache.start_branches(seq.limits.fan_out)
-        self._drafting.step_branches([seq for seq in seqs if seq.cache.num_branches])
+        self._note_forward(self._drafting.step_branches(seqs))
         for seq in seqs:
-            steps = seq.cache.num_branch_steps
-            seq.branches_done = steps > seq.limits.num_steps or not seq.cache.num_branches
+            seq.branches_done = seq.cache.num_branch_steps > seq.limits.num_steps
+
+    def _note_forward(self, seconds: float) -> None:
+        self._forwards_since_slice += 1
+        self._pace.note_forward(seconds)
 
     def _prefill_slice(self, prompts: list[Sequence]) -> None:
+        """The first prompts' next tokens, fewer of them while others are served."""
         self._forwards_since_slice = 0
-        seqs, counts, room = [], [], self._config.prefill_slice_tokens
+        room = self._config.prefill_slice_tokens
+        if len(prompts) < self.table.num_live:
+            room = self._pace.slice_tokens(room)
+        seqs, counts = [], []
         for seq in prompts:
             if room > 0:
                 seqs.append(seq)
                 counts.append(min(room, seq.num_unfed))
                 room -= counts[-1]
-        self._drafting.stats.prefill_tokens += sum(counts)
-        self._drafting.feed_lines(seqs, counts, name="prefill slice")
+        num_tokens = sum(counts)
+        self._drafting.stats.prefill_tokens += num_tokens
+        seconds = self._drafting.feed_lines(seqs, counts, name="prefill slice")
+        self._pace.note_slice(num_tokens=num_tokens, seconds=seconds)
 
     # Time ---------------------------------------------------------------------------------------
 

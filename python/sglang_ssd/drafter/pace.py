@@ -1,0 +1,36 @@
+"""How long a prefill slice may be while rounds are being served.
+
+A round in flight waits for the forward that runs when its outcome arrives, so a slice should take
+about as long as the other forwards do: many tokens on a GPU, few on a CPU core. Both are measured.
+"""
+
+from __future__ import annotations
+
+_MEMORY = 0.9  # weight of the past in the running means
+_FORWARDS_PER_SLICE = 2.0
+_LEAST_TOKENS = 8
+
+
+class Pace:
+    """Running means of what a slice's token and any other forward cost."""
+
+    def __init__(self) -> None:
+        self._token_s = 0.0
+        self._forward_s = 0.0
+
+    def note_slice(self, *, num_tokens: int, seconds: float) -> None:
+        self._token_s = _mean(self._token_s, seconds / num_tokens)
+
+    def note_forward(self, seconds: float) -> None:
+        self._forward_s = _mean(self._forward_s, seconds)
+
+    def slice_tokens(self, most: int) -> int:
+        """`most` until both costs are known."""
+        if not self._token_s or not self._forward_s:
+            return most
+        fitting = int(_FORWARDS_PER_SLICE * self._forward_s / self._token_s)
+        return min(most, max(_LEAST_TOKENS, fitting))
+
+
+def _mean(past: float, new: float) -> float:
+    return _MEMORY * past + (1 - _MEMORY) * new if past else new
