@@ -320,6 +320,13 @@ def test_an_idle_drafter_waits_in_the_poll() -> None:
 
 def test_status_counts() -> None:
     target = target_of()
+    extend = target.model.extend
+
+    def slow_extend(rows: Sequence[ExtendRow]) -> torch.Tensor:
+        target.now += 0.25
+        return extend(rows)
+
+    target.model.extend = slow_extend
     target.open("r", PROMPT)
     target.run_until_idle()
     target.round()
@@ -332,7 +339,7 @@ def test_status_counts() -> None:
     assert status.branch_steps == 10
     assert status.total_slots == 3000
     assert 0 < status.free_slots < 3000
-    assert status.drafting_seconds > 0
+    assert status.drafting_seconds == 0.25, "the prompt's forward; branch steps took no time"
 
 
 # Late writes ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ bonus.
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 import msgspec
@@ -35,8 +35,16 @@ class DraftingStats(msgspec.Struct):
 class Drafting:
     """Runs the model for the sequences of one table."""
 
-    def __init__(self, *, model: ModelStep, table: RequestTable, tracer: Tracer) -> None:
+    def __init__(
+        self,
+        *,
+        model: ModelStep,
+        table: RequestTable,
+        tracer: Tracer,
+        clock: Callable[[], float],  # seconds on the clock of time.monotonic
+    ) -> None:
         self._model = model
+        self._clock = clock
         self._table = table
         self._tracer = tracer
         self.stats = DraftingStats()
@@ -48,7 +56,7 @@ class Drafting:
         """
         new_slots = [self._table.slots_for(count) for count in counts]
         rows = [_extend_row(seq, slots) for seq, slots in zip(seqs, new_slots, strict=True)]
-        start_ns = time.monotonic_ns()
+        started = self._clock()
         logits = self._model.extend(rows)
         complete = [i for i, seq in enumerate(seqs) if counts[i] == seq.num_unfed]
         ranked = self._rank(
@@ -57,7 +65,7 @@ class Drafting:
             positions=[len(seqs[i].cache.tokens) - 1 for i in complete],
             width=max((seqs[i].limits.line_width for i in complete), default=0),
         )
-        seconds = self._note(name, start_ns, rows=len(seqs), tokens=sum(counts))
+        seconds = self._note(name, started, rows=len(seqs), tokens=sum(counts))
         candidates: dict[int, IntArray] = dict(zip(complete, ranked, strict=True))
         for i, (seq, slots) in enumerate(zip(seqs, new_slots, strict=True)):
             if self._table.holds(seq):
@@ -76,7 +84,7 @@ class Drafting:
             )
             for seq, slots in zip(seqs, new_slots, strict=True)
         ]
-        start_ns = time.monotonic_ns()
+        started = self._clock()
         logits = self._model.branch_step(rows)
         ranked = self._rank(
             logits,
@@ -84,7 +92,7 @@ class Drafting:
             positions=np.concatenate([row.positions for row in rows]).tolist(),
             width=max(seq.limits.branch_width for seq in seqs),
         )
-        seconds = self._note("branch step", start_ns, rows=len(ranked), sequences=len(seqs))
+        seconds = self._note("branch step", started, rows=len(ranked), sequences=len(seqs))
         self.stats.branch_steps += 1
         start = 0
         for seq, slots in zip(seqs, new_slots, strict=True):
@@ -105,12 +113,11 @@ class Drafting:
         rules: list[DraftRule] = [seq.rule for seq in seqs]
         return rank_candidates(logits[:, :vocab_size], rules, positions, width)
 
-    def _note(self, name: str, start_ns: int, **args: object) -> float:
-        end_ns = time.monotonic_ns()
-        seconds = (end_ns - start_ns) / 1e9
-        self.stats.drafting_seconds += seconds
-        self._tracer.add(name, start_ns, end_ns, **args)
-        return seconds
+    def _note(self, name: str, started: float, **args: object) -> float:
+        ended = self._clock()
+        self.stats.drafting_seconds += ended - started
+        self._tracer.add(name, int(started * 1e9), int(ended * 1e9), **args)
+        return ended - started
 
 
 def grow_chain(seq: Sequence) -> None:

@@ -104,7 +104,7 @@ class DraftLoop:
             max_sequences=max_sequences,
             context_len=model.context_len,
         )
-        self._drafting = Drafting(model=model, table=self.table, tracer=tracer)
+        self._drafting = Drafting(model=model, table=self.table, tracer=tracer, clock=clock)
         self._limits: dict[bytes, Limits] = {}  # per target that was welcomed
         self._replies: dict[tuple[bytes, int], list[ReplyRow]] = {}
         self._pace = Pace()
