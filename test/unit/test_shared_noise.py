@@ -171,6 +171,19 @@ def test_greedy_batch_costs_one_topk(monkeypatch):
     assert ranked.shape == (2, 5)
 
 
+@pytest.mark.parametrize("count", [1, 4, 16, 40])
+@pytest.mark.parametrize("vocab_size", [100, 5000, 12800, 49152])
+def test_the_largest_of_a_large_vocabulary_are_all_found(vocab_size: int, count: int) -> None:
+    """Also where many lie in one block, in the rest beyond the last block, or are ruled out."""
+    generator = torch.Generator().manual_seed(vocab_size + count)
+    logits = torch.randn(5, vocab_size, generator=generator)
+    logits[1, 3:60] += 9
+    logits[2, -7:] += 9
+    logits[3, : vocab_size - 50] = float("-inf")
+    ranked = rank_candidates(logits, [Rule(temperature=0.0)] * 5, [0] * 5, count)
+    assert ranked.tolist() == logits.topk(count).indices.tolist()
+
+
 def test_sampled_rows_rank_by_perturbed_log_probability():
     generator = torch.Generator().manual_seed(11)
     logits = 2 * torch.randn(12, 400, generator=generator)

@@ -26,6 +26,7 @@ FILTERED_GUESS_PENALTY = 2.0
 """Nats by which the drafter ranks a token lower that its own filtered distribution leaves out: the
 target's filter may well keep it. Measured as better than dropping it."""
 
+_BLOCK = 128
 _MAX_HASH = 2**32 - 1
 _HEAD = 256  # tokens whose noise is always evaluated
 _ROUNDING = 1e-4  # nats, far above the float64 error of a noise near its maximum (5e-7)
@@ -100,11 +101,33 @@ def rank_candidates(
     """
     num_candidates = min(num_candidates, logits.shape[1])
     if all(rule.temperature <= 0 for rule in rules):
-        return logits.topk(num_candidates, dim=-1).indices.cpu().numpy()
+        return _largest(logits, num_candidates).cpu().numpy()
     top = logits.topk(min(max(top_m, num_candidates), logits.shape[1]), dim=-1)
     scores = _draft_scores(top.values, top.indices, rules, positions)
     best = scores.topk(num_candidates, dim=-1).indices
     return top.indices.gather(1, best).cpu().numpy()
+
+
+def _largest(
+    logits: torch.Tensor,  # [R, V]
+    count: int,
+) -> torch.Tensor:  # [R, count] int64
+    """Ids of the largest logits, best first.
+
+    They lie in the `count` blocks with the largest maxima. On a CPU, where topk costs many times
+    what reading costs, that is 3 to 6 times faster while the blocks are few.
+    """
+    num_rows, vocab_size = logits.shape
+    num_blocks = vocab_size // _BLOCK
+    if logits.device.type != "cpu" or num_blocks < 8 * count:
+        return logits.topk(count, dim=-1).indices
+    in_blocks = num_blocks * _BLOCK
+    blocks = logits[:, :in_blocks].reshape(num_rows, num_blocks, _BLOCK)
+    best = blocks.amax(dim=-1).topk(count, dim=-1).indices[:, :, None]  # [R, count, 1]
+    inside = torch.arange(_BLOCK)
+    rest = torch.arange(in_blocks, vocab_size).expand(num_rows, -1)
+    ids = torch.cat([(best * _BLOCK + inside).flatten(1), rest], dim=1)
+    return ids.gather(1, logits.gather(1, ids).topk(count, dim=-1).indices)
 
 
 def _sample_row(
