@@ -1,5 +1,8 @@
 r"""Forward times of a round: verify by width on the target, branch step by rows on the drafter.
 
+A branch step is one pass over a tree: with K drafts and F guesses at every position K passes have
+about F * (K + 1) rows and a last one has F (core/outcome_tree.py).
+
     python benchmark/bench_round.py --target Qwen/Qwen2.5-Coder-1.5B-Instruct \
         --draft Qwen/Qwen2.5-Coder-0.5B-Instruct --dtype bfloat16
     python benchmark/bench_round.py --trace FILE

@@ -6,15 +6,14 @@ r"""Predict AR, SD and SSD from measured forward times and acceptance, and the b
 
 Times are what bench_round.py leaves, rates what acceptance_by_noise.py leaves; for one request at a
 time. Drafts are accepted independently with one probability. The drafter's loop is modelled as it
-is: K + 1 branch steps under a verify, the step in flight is waited for, a hit that is not finished
-is finished alone, a miss is drafted by K single steps, and then the last draft must be fed before
-guesses are made.
+is: K + 1 passes under a verify, of which the guesses after the last draft miss the first; the pass
+in flight is waited for, a hit that is not finished is finished alone, a miss is drafted by K single
+steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,7 +27,7 @@ class Times(msgspec.Struct, frozen=True):
     """Milliseconds per forward at one batch size."""
 
     verify: dict[int, float]  # by width
-    branch_step: dict[int, float]  # by rows of one request
+    branch_step: dict[int, float]  # a pass, by rows of one request
     decode: float  # one token of the drafter
     host: float  # of a round: all that is neither verify nor waiting
 
@@ -82,35 +81,42 @@ def predict_sd(times: Times, rates: Rates, num_steps: int) -> Prediction:
 
 
 def predict_ssd(times: Times, rates: Rates, num_steps: int, fan_out: int) -> Prediction:
-    """A round follows a hit or a miss, which decides how much of its verify is left to build."""
+    """Whatever a round follows, its whole verify is left to build in."""
     all_accepted = rates.acceptance**num_steps
-    hit_rate = (1 - all_accepted) * rates.hit_after_rejection[fan_out]
-    hit_rate += all_accepted * rates.hit_after_all_accepted[fan_out]
+    hits_inside = (1 - all_accepted) * rates.hit_after_rejection[fan_out]
+    hits_at_end = all_accepted * rates.hit_after_all_accepted[fan_out]
+    misses = 1 - hits_inside - hits_at_end
     under_verify = times.verify_at(num_steps + 1) + times.host
-    step = times.branch_step_at(fan_out * (num_steps + 1))
-    # After a miss, and after a hit whose branch was not stepped to its end, the last draft is fed.
-    feeds_after_hit = steps_in(under_verify, step, num_steps + 1)[0] <= num_steps
-    round_ms = 0.0
-    for feeds, share in ((feeds_after_hit, hit_rate), (True, 1 - hit_rate)):
-        building = under_verify - times.decode * feeds
-        steps, in_flight = steps_in(building, step, num_steps + 1)
-        finish_hit = max(0, num_steps - steps) * times.decode
-        wait = in_flight + hit_rate * finish_hit + (1 - hit_rate) * num_steps * times.decode
-        round_ms += share * (under_verify + wait)
+    costs = [times.branch_step_at(rows) for rows in pass_rows(num_steps, fan_out)]
+    passes, in_flight = passes_in(under_verify, costs)
+    missing_inside = max(0, num_steps - passes)
+    missing_at_end = num_steps - max(0, passes - 1)
+    missing = hits_inside * missing_inside + hits_at_end * missing_at_end + misses * num_steps
     return Prediction(
         "SSD",
         num_steps,
         fan_out,
         tokens=expected_tokens(rates.acceptance, num_steps),
-        hit_rate=hit_rate,
-        round_ms=round_ms,
+        hit_rate=hits_inside + hits_at_end,
+        round_ms=under_verify + in_flight + missing * times.decode,
     )
 
 
-def steps_in(building: float, step: float, most: int) -> tuple[int, float]:
-    """Branch steps begun within `building` ms, and what the work in flight takes beyond it."""
-    started = min(most, max(0, math.ceil(building / step)))
-    return started, max(0.0, started * step - building)
+def pass_rows(num_steps: int, fan_out: int) -> list[int]:
+    """Rows of each pass over a tree with fan_out guesses at every position: N * K + 1 in all."""
+    inside = fan_out * num_steps
+    between = [inside + fan_out] * (num_steps - 1)
+    return [inside + 1, *between, fan_out]
+
+
+def passes_in(building: float, costs: Sequence[float]) -> tuple[int, float]:
+    """Passes begun within `building` ms, and what the one in flight takes beyond it."""
+    elapsed = 0.0
+    for passes, cost in enumerate(costs):
+        if elapsed >= building:
+            return passes, elapsed - building
+        elapsed += cost
+    return len(costs), max(0.0, elapsed - building)
 
 
 def predict_all(

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from sglang_ssd.config import SsdConfig
+from sglang_ssd.core.speculation_cache import SpeculationCache
 from toys.drafter_checks import (
+    FLOAT64,
     RecordingModel,
-    assert_branch_logits_are_causal,
     assert_kv_is_fresh,
     assert_replies_continue,
     continuation,
+    largest_branch_difference_until_idle,
 )
-from toys.outcomes import EVENTS, Event, force
+from toys.outcomes import EVENTS, Event, force, guess
 from toys.toy_draft_model import ToyDraftModel
 from toys.toy_target import ToyTarget
+from toys.tree import guesses
 
 PROMPT = [5, 9, 2, 33, 17, 4]
 
@@ -39,6 +44,7 @@ def test_kv_feeds_and_answer_after_every_outcome(event: Event, backup: str) -> N
     target, model = served_target(backup)
     request = target.requests["r"]
     model.calls.clear()
+    model.branch_logits.clear()
     jit_steps = target.loop.status().jit_steps
     taken = force(target, request, event)
     assert taken.kind == event.kind
@@ -48,26 +54,31 @@ def test_kv_feeds_and_answer_after_every_outcome(event: Event, backup: str) -> N
         target.step()
     (reply,) = target.replies
     assert_replies_continue(target, target.replies)
-    target.run_until_idle()
+    difference, checked = largest_branch_difference_until_idle(target, model, random.Random(0))
     extends = [count for kind, count in model.calls if kind == "extend"]
+    passes = [count for kind, count in model.calls if kind == "branch"]
     decodes = target.loop.status().jit_steps - jit_steps
-    assert len(model.calls) - len(extends) == 5, "a new tree of K + 1 steps"
+    merged, at_once = [9, 10, 10, 10, 2], [10] * 4
     if event.kind != "miss":
         assert reply.served == event.kind
         missing = 4 - len(taken.drafts)
         assert decodes == missing
-        assert extends == [1] * (missing + bool(missing)), "what is drafted after a hit is fed"
+        assert extends == [1] * missing
+        assert passes == (merged if missing or event.num_unfed else at_once)
     elif backup == "jit":
         assert reply.served == "jit"
         assert decodes == 4
-        assert extends == [event.num_unfed, 1, 1, 1, 1], "the last draft after the reply"
+        assert extends == [event.num_unfed, 1, 1, 1]
+        assert passes == merged
     else:
         assert reply.served == "none"
         assert decodes == 0
         assert extends == [event.num_unfed]
+        assert passes == at_once
+    assert difference < FLOAT64
+    assert checked == len(passes)
     assert len(reply.drafts) == (0 if reply.served == "none" else 4)
     assert_kv_is_fresh(target)
-    assert assert_branch_logits_are_causal(target, model, random.Random(0)) == 1
 
 
 @pytest.mark.parametrize("backup", ["jit", "none"])
@@ -75,11 +86,12 @@ def test_all_branches_stand_at_position_0_while_there_is_no_chain(backup: str) -
     """After prefill, and after a miss under backup none, N guesses of the next token alone."""
     target, _ = served_target(backup, warm_rounds=0)
     (seq,) = target.loop.table
-    assert seq.cache.branch_positions.tolist() == [0] * 10
-    force(target, target.requests["r"], _only("miss at 0", seq.cache.branch_tokens().tolist()))
+    assert [one.position for one in guesses(seq.cache)] == [0] * 10
+    guessed = [one.line[0] for one in guesses(seq.cache)]
+    force(target, target.requests["r"], _only("miss at 0", guessed))
     target.run_until_idle()
     expected = [0] * 10 if backup == "none" else [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert seq.cache.branch_positions.tolist() == expected
+    assert [one.position for one in guesses(seq.cache)] == expected
 
 
 def _only(name: str, guessed: list[int]) -> Event:
@@ -87,31 +99,63 @@ def _only(name: str, guessed: list[int]) -> Event:
     return Event(name=name, ids=lambda cache: [token], kind="miss", num_unfed=1)
 
 
-@pytest.mark.parametrize("steps_done", range(1, 6))
-def test_an_outcome_in_the_middle_of_a_build_finishes_the_winner_alone(steps_done: int) -> None:
+class Winner(msgspec.Struct, frozen=True):
+    """An ending of a round, and how many of its 4 drafts are ready after some passes."""
+
+    name: str
+    ids: Callable[[SpeculationCache], list[int]]
+    num_ready: Callable[[int], int]
+
+
+WINNERS = [
+    Winner(
+        "beside the chain",
+        ids=lambda cache: [*cache.drafts[:1], guess(cache, 1, 1)[0]],
+        num_ready=lambda passes: min(4, passes),
+    ),
+    Winner(
+        "after the last draft",
+        ids=lambda cache: [*cache.drafts, guess(cache, 4, 1)[0]],
+        num_ready=lambda passes: passes - 1,
+    ),
+    Winner(
+        "on the chain",
+        ids=lambda cache: cache.drafts[:2],
+        num_ready=lambda passes: min(4, 2 + passes),
+    ),
+]
+
+
+@pytest.mark.parametrize("passes", range(1, 6))
+@pytest.mark.parametrize("winner", WINNERS, ids=lambda winner: winner.name)
+def test_an_outcome_in_the_middle_of_a_build_finishes_the_winner_alone(
+    winner: Winner, passes: int
+) -> None:
     """Losers are freed; only single-token forwards follow, as many as drafts are missing."""
     target, model = served_target("jit")
     request = target.requests["r"]
     target.verify(request)
     target.commit([request])
-    target.step()  # answers and takes the first branch step
+    target.step()  # answers and makes the first pass
     target.take_replies()
-    for _ in range(steps_done - 1):
+    for _ in range(passes - 1):
         target.step()
     (seq,) = target.loop.table
-    assert seq.cache.num_branch_steps == steps_done
-    target.verify(request)
+    steps = {one.position: len(one.slots) for one in guesses(seq.cache)}
+    assert steps == {**dict.fromkeys(range(4), min(4, passes)), 4: passes - 1}
+    request.tokens += winner.ids(seq.cache)
     model.calls.clear()
     jit_steps = target.loop.status().jit_steps
     target.commit([request])
     while not target.replies:
         target.step()
     (reply,) = target.replies
-    assert reply.served == "hit"
+    ready = winner.num_ready(passes)
+    assert (reply.served == "jit") == (ready == 0)
     assert len(reply.drafts) == 4
     assert_replies_continue(target, [reply])
-    assert target.loop.status().jit_steps - jit_steps == max(0, 4 - steps_done)
-    assert all(call == ("extend", 1) for call in model.calls[: 4 - steps_done])
+    assert target.loop.status().jit_steps - jit_steps == 4 - ready
+    assert model.calls[: 4 - ready] == [("extend", 1)] * (4 - ready)
     target.run_until_idle()
     assert_kv_is_fresh(target)
 
@@ -149,7 +193,7 @@ def test_a_hit_is_answered_before_another_row_is_drafted() -> None:
     hitting, missing = target.requests["hits"], target.requests["misses"]
     target.verify(hitting)
     seq = target.loop.table.find(b"target", "misses")
-    guessed = set(seq.cache._branches.tokens.tolist()) | set(seq.cache.drafts)
+    guessed = {one.line[0] for one in guesses(seq.cache)} | set(seq.cache.drafts)
     missing.tokens.append(min(set(range(60)) - guessed))
     model.calls.clear()
     target.commit([missing, hitting])

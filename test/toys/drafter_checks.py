@@ -14,6 +14,7 @@ from sglang_ssd.core.shared_noise import rank_candidates
 from sglang_ssd.drafter.model_step import BranchRows, ExtendRow, ModelStep
 from sglang_ssd.wire.messages import DraftRule
 from toys.toy_target import Reply, ToyTarget
+from toys.tree import guesses
 
 FLOAT64 = 1e-9  # rounding of the toy model
 
@@ -65,24 +66,39 @@ def largest_kv_difference(target: ToyTarget) -> float:
 def largest_branch_difference(
     target: ToyTarget, model: RecordingModel, rng: random.Random
 ) -> tuple[float, int]:
-    """Of the last branch step's logits to a causal forward over prefix, chain and branch.
+    """Of the last pass's logits to a causal forward over prefix, chain and branch.
 
     Looks at one row of every sequence; also returns how many.
     """
     largest, seen = 0.0, 0
     for seq in target.loop.table:
         cache = seq.cache
-        newest = cache.branch_step_slots()[-1].tolist() if cache.num_branch_steps else []
-        if not newest or newest[0] not in model.branch_logits:
+        fed = {slot: cache.tokens[: i + 1] for i, slot in enumerate(cache.slots)}
+        for guess in guesses(cache):
+            stem = cache.tokens[: cache.committed_len + guess.position]
+            fed |= {slot: stem + guess.line[: i + 1] for i, slot in enumerate(guess.slots)}
+        written = [slot for slot in fed if slot in model.branch_logits]
+        if not written:
             continue
-        row = rng.randrange(len(newest))
-        fork = cache.committed_len + int(cache.branch_positions[row])
-        branch = cache._branches.line(row)[: cache.num_branch_steps]
-        logits, _ = model.reference(cache.tokens[:fork] + branch)
-        difference = float((model.branch_logits[newest[row]] - logits[-1]).abs().max())
+        slot = rng.choice(written)
+        logits, _ = model.reference(fed[slot])
+        difference = float((model.branch_logits[slot] - logits[-1]).abs().max())
         largest = difference if math.isnan(difference) else max(largest, difference)
         seen += 1
     return largest, seen
+
+
+def largest_branch_difference_until_idle(
+    target: ToyTarget, model: RecordingModel, rng: random.Random
+) -> tuple[float, int]:
+    """The same of the last pass and of all that follow while the drafter has something to do."""
+    found = [largest_branch_difference(target, model, rng)]
+    model.branch_logits.clear()
+    while target.step():
+        found.append(largest_branch_difference(target, model, rng))
+        model.branch_logits.clear()
+    differences = [difference for difference, _ in found]
+    return max(differences, key=lambda one: (math.isnan(one), one)), sum(seen for _, seen in found)
 
 
 def assert_kv_is_fresh(target: ToyTarget) -> None:

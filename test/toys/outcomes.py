@@ -11,6 +11,7 @@ import msgspec
 
 from sglang_ssd.core.speculation_cache import SpeculationCache, Taken
 from toys.toy_target import Request, ToyTarget
+from toys.tree import guesses
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -24,14 +25,9 @@ class Event(msgspec.Struct, frozen=True):
 
 
 def guess(cache: SpeculationCache, position: int, rank: int) -> list[int]:
-    """The branch line c, e1 .. e_{K+1} of a guess."""
-    branches = cache._branches
-    (row,) = [
-        i
-        for i in range(cache.num_branches)
-        if branches.positions[i] == position and branches.ranks[i] == rank
-    ]
-    return branches.line(row)
+    """The branch line c, e1 .. eK of a guess."""
+    (found,) = [one for one in guesses(cache) if (one.position, one.rank) == (position, rank)]
+    return found.line
 
 
 def surprise(cache: SpeculationCache, position: int) -> int:
@@ -45,7 +41,7 @@ def _hit(k: int, rank: int) -> Event:
         name=f"hit ({k}, rank {rank})",
         ids=lambda cache: [*cache.drafts[:k], guess(cache, k, rank)[0]],
         kind="hit",
-        num_unfed=0,
+        num_unfed=1,
     )
 
 
@@ -75,7 +71,7 @@ EVENTS = [
         name="lost commit, the next bonus is a branch's own draft",
         ids=lambda cache: [*cache.drafts[:1], *guess(cache, 1, 1)[:3]],
         kind="hit",
-        num_unfed=1,  # e3, e4 and one more from e4's candidates
+        num_unfed=1,
     ),
     Event(
         name="lost commit, the next bonus leaves the branch",
@@ -96,7 +92,7 @@ def force(target: ToyTarget, request: Request, event: Event) -> Taken:
     """Commit the event's ids and let the drafter see them; no forward beyond one step has run."""
     seq = target.loop.table.find(b"target", request.rid)
     assert seq is not None
-    assert seq.cache.num_branch_steps == target.num_steps + 1, "the tree is complete"
+    assert seq.cache.is_built, "every event finds its branch"
     request.tokens += event.ids(seq.cache)
     seen: list[Taken] = []
     take = target.loop.table.take

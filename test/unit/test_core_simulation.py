@@ -16,6 +16,7 @@ from sglang_ssd.core.acceptance import accept_chain
 from sglang_ssd.core.sampling_filter import filter_logprobs
 from sglang_ssd.core.shared_noise import coupled_sample, rank_candidates
 from sglang_ssd.core.speculation_cache import SpeculationCache
+from toys.tree import ids_through_next_pass
 
 VOCAB = 8
 NUM_SEQUENCES = 120
@@ -133,24 +134,24 @@ class ToyDrafter:
             self.num_taken[self.caches[row].take(new).kind] += 1
 
     def draft(self, *, depth: int) -> list[list[int]]:
-        """Drafts for every row as it stands, then `depth` branch steps for the round to come.
+        """Drafts for every row as it stands, then `depth` passes for the round to come.
 
         A row whose commit was lost has its branches already; they only grow.
         """
-        rows = range(len(self.caches))
-        fresh = [row for row in rows if not self.caches[row].num_branches]
+        fresh = [row for row, cache in enumerate(self.caches) if not cache.has_tree]
         missed = [row for row in fresh if not self.caches[row].drafts]
-        self._feed([row for row in fresh if self.caches[row].unfed_tokens])
+        self._feed(missed)
         if self._backup == "jit":
-            for _ in range(self._num_steps):
+            for step in range(self._num_steps):
+                if step:
+                    self._feed(missed)
                 for row in missed:
                     self.caches[row].grow_chain()
-                self._feed(missed)
         drafts = [cache.drafts for cache in self.caches]
         for row in fresh:
             self.caches[row].start_branches(self._fan_out)
         for _ in range(depth):
-            self._step_branches()
+            self._make_pass()
         return drafts
 
     def _feed(self, rows: list[int]) -> None:
@@ -160,25 +161,18 @@ class ToyDrafter:
             cache = self.caches[row]
             cache.feed(self._slots(len(cache.unfed_tokens)), candidates)
 
-    def _step_branches(self) -> None:
+    def _make_pass(self) -> None:
         contexts = []
-        growing = [
-            (row, cache)
-            for row, cache in enumerate(self.caches)
-            if cache.num_branch_steps <= self._num_steps
-        ]
+        growing = [(row, cache) for row, cache in enumerate(self.caches) if not cache.is_built]
         for row, cache in growing:
-            positions = cache.branch_rotary_positions().tolist()
-            for branch, token in enumerate(cache.branch_tokens().tolist()):
-                stem = cache.tokens[: cache.committed_len + int(cache.branch_positions[branch])]
-                line = cache._branches.line(branch)[: cache.num_branch_steps + 1]
-                assert line[-1] == token
-                assert positions[branch] == len(stem) + len(line) - 1
-                contexts.append((row, [*stem, *line][-2:], positions[branch]))
+            made, lines = cache.next_pass(), ids_through_next_pass(cache)
+            assert made.tokens.tolist() == [line[-1] for line in lines]
+            assert made.positions.tolist() == [len(line) - 1 for line in lines]
+            contexts += [(row, list(line[-2:]), len(line) - 1) for line in lines]
         ranked, start = self._rank(contexts), 0
         for _, cache in growing:
-            end = start + cache.num_branches
-            cache.add_branch_step(self._slots(cache.num_branches), ranked[start:end])
+            end = start + len(cache.next_pass().tokens)
+            cache.add_pass(self._slots(end - start), ranked[start:end])
             start = end
 
     def _rank(self, contexts: list[tuple[int, list[int], int]]) -> np.ndarray:

@@ -1,35 +1,57 @@
 """The tree mask as drawn, rotary positions, and which guesses a chain allows."""
 
 import numpy as np
-import torch
+import pytest
 
-from sglang_ssd.core.outcome_tree import choose_branches, rotary_positions, tree_mask
+from sglang_ssd.core.outcome_tree import Cohort, choose_branches, rotary_positions, tree_mask
 
 
 def drawn(text: str) -> list[list[bool]]:
     return [[cell == "1" for cell in line.split()] for line in text.strip().splitlines()]
 
 
-def test_mask_of_the_second_step_is_as_drawn():
-    mask = tree_mask(torch.tensor([0, 0, 1, 2]), chain_len=3, num_steps_fed=2)
-    assert mask.tolist() == drawn("""
-        1 0 0   1 0 0 0   1 0 0 0
-        1 0 0   0 1 0 0   0 1 0 0
-        1 1 0   0 0 1 0   0 0 1 0
-        1 1 1   0 0 0 1   0 0 0 1
-    """)
+DRAWN_PASSES = [
+    (
+        [Cohort((1,), 0), Cohort((0, 0, 1), 0)],  # d2 is fed beside n0 n1 n2
+        2,
+        """
+        1 1   1 0 0 0
+        1 0   0 1 0 0
+        1 0   0 0 1 0
+        1 1   0 0 0 1
+        """,
+    ),
+    (
+        [Cohort((0, 0, 1), 1), Cohort((2,), 0)],
+        3,
+        """
+        1 0 0   1 0 0   1 0 0 0
+        1 0 0   0 1 0   0 1 0 0
+        1 1 0   0 0 1   0 0 1 0
+        1 1 1   0 0 0   0 0 0 1
+        """,
+    ),
+    ([Cohort((2,), 1)], 3, "1 1 1   1   1"),
+]
 
 
-def test_mask_of_the_first_step_is_as_drawn():
-    mask = tree_mask(torch.tensor([0, 2]), chain_len=3, num_steps_fed=1)
+@pytest.mark.parametrize(("cohorts", "chain_len", "expected"), DRAWN_PASSES)
+def test_masks_of_a_round_are_as_drawn(cohorts, chain_len, expected):
+    assert tree_mask(cohorts, chain_len=chain_len).tolist() == drawn(expected)
+
+
+def test_earlier_steps_lie_cohort_by_cohort():
+    mask = tree_mask([Cohort((0, 1), 2), Cohort((2, 2), 1)], chain_len=3)
     assert mask.tolist() == drawn("""
-        1 0 0   1 0
-        1 1 1   0 1
+        1 0 0   1 0   1 0   0 0   1 0 0 0
+        1 1 0   0 1   0 1   0 0   0 1 0 0
+        1 1 1   0 0   0 0   1 0   0 0 1 0
+        1 1 1   0 0   0 0   0 1   0 0 0 1
     """)
 
 
 def test_mask_of_a_chain_without_drafts():
-    mask = tree_mask(torch.tensor([0, 0]), chain_len=1, num_steps_fed=1)
+    mask = tree_mask([Cohort((0, 0), 0)], chain_len=1)
     assert mask.tolist() == drawn("""
         1   1 0
         1   0 1

@@ -31,10 +31,10 @@ def feed(where: RequestTable, seq: Sequence) -> None:
 
 
 def test_limits_count_the_deepest_branch() -> None:
-    """4 branches of 3 steps; e_2 of a branch after both drafts stands at committed_len + 4."""
-    assert LIMITS.branch_slots == 12
-    assert LIMITS.most_slots(10) == 10 + 2 + 12
-    assert LIMITS.max_committed_len + 2 * 2 == 39
+    """4 branches of 2 steps; e_1 of a branch after both drafts stands at committed_len + 3."""
+    assert LIMITS.branch_slots == 8
+    assert LIMITS.most_slots(10) == 10 + 2 + 8
+    assert LIMITS.max_committed_len + 3 == 39
     assert LIMITS.line_width == 4
     assert LIMITS.branch_width == 3
 
@@ -49,12 +49,12 @@ def test_sync_limits_have_no_branches() -> None:
 def test_a_sequence_that_could_outgrow_the_pool_is_refused_at_the_door() -> None:
     where = table(total_slots=50)
     first = opened(where, "a", 10)
-    second = opened(where, "b", 13)
+    second = opened(where, "b", 21)
     assert first.refused is None
     assert second.refused == "full"
     assert where.num_live == 1
     where.close(first)
-    assert opened(where, "c", 13).refused is None
+    assert opened(where, "c", 21).refused is None
     where.check_partition()
 
 
@@ -71,25 +71,25 @@ def test_names_of_refused_sequences_are_bounded() -> None:
 
 
 def test_growing_beyond_the_pool_frees_everything() -> None:
-    where = table(total_slots=50)
+    where = table(total_slots=42)
     first, second = opened(where, "a", 10), opened(where, "b", 10)
     feed(where, first)
     assert where.take(first, [7, 7, 7]) is None
     assert first.refused == "full"
     assert not where.holds(first)
     assert second.refused is None
-    assert where.num_free_slots == 50
+    assert where.num_free_slots == 42
     where.check_partition()
 
 
 def test_growing_beyond_the_context_is_refused() -> None:
     where = table(total_slots=1000)
-    seq = opened(where, "a", 34)
+    seq = opened(where, "a", 35)
     feed(where, seq)
     assert where.take(seq, [1]) is not None
     assert where.take(seq, [1]) is None
     assert seq.refused == "context"
-    assert opened(where, "b", 36).refused == "context"
+    assert opened(where, "b", 37).refused == "context"
 
 
 def test_a_row_that_was_reused_does_not_hold_the_older_opening() -> None:

@@ -39,18 +39,24 @@ def test_without_a_hit_ssd_is_sd() -> None:
     assert ssd.round_ms == pytest.approx(sd.round_ms)
 
 
-def test_a_build_that_does_not_fit_waits_for_its_step_and_finishes_alone() -> None:
-    ssd = simulate.predict_ssd(times(branch_step=50.0), rates(acceptance=0.8, hit=1.0), 4, 3)
-    # Feeding takes 20 of 100 ms; two steps of 50 begin in 80, the second ends 20 late; two drafts
-    # of four are left to single steps.
-    assert ssd.round_ms == pytest.approx(100 + 20 + 2 * 20)
+def test_a_build_that_does_not_fit_waits_for_its_pass_and_finishes_alone() -> None:
+    ssd = simulate.predict_ssd(times(branch_step=40.0), rates(acceptance=0.8, hit=1.0), 4, 3)
+    # Three passes of 40 begin in 100 ms, the third ends 20 late. One draft of four is left to
+    # single steps, two where all drafts were right.
+    assert ssd.round_ms == pytest.approx(100 + 20 + (1 + 0.8**4) * 20)
+
+
+def test_passes_of_a_tree() -> None:
+    assert simulate.pass_rows(4, 3) == [13, 15, 15, 15, 3]
+    assert simulate.pass_rows(1, 2) == [3, 2]
+    assert sum(simulate.pass_rows(5, 4)) == 24 * 5 + 1
 
 
 @pytest.mark.parametrize(
-    ("building", "expected"), [(100, (2, 0)), (101, (3, 49)), (500, (5, 0)), (-5, (0, 5))]
+    ("building", "expected"), [(100, (2, 0)), (101, (3, 9)), (500, (3, 0)), (0, (0, 0))]
 )
-def test_steps_begun_in_time(building: float, expected: tuple[int, float]) -> None:
-    assert simulate.steps_in(building, 50.0, 5) == expected
+def test_passes_begun_in_time(building: float, expected: tuple[int, float]) -> None:
+    assert simulate.passes_in(building, [50.0, 50.0, 10.0]) == expected
 
 
 def test_the_best_of_each_mode_is_the_cheapest_per_token() -> None:

@@ -7,8 +7,11 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
+from sglang_ssd.core.outcome_tree import tree_mask
 from sglang_ssd.core.speculation_cache import SpeculationCache, Taken
+from toys.tree import guesses, ids_through_next_pass
 
 NUM_CANDIDATES = 8
 
@@ -59,33 +62,37 @@ class Drafter:
         complete = start + count == len(cache.tokens)
         cache.feed(slots, self.rule(tuple(cache.tokens)) if complete else None)
 
-    def jit(self, num_drafts: int, *, feed_last: bool = True) -> None:
-        self.feed()
-        for step in range(num_drafts):
+    def jit(self, num_drafts: int) -> None:
+        """As many drafts; the last stays unfed."""
+        for _ in range(num_drafts):
+            self.feed()
             self.cache.grow_chain()
-            if feed_last or step < num_drafts - 1:
-                self.feed()
 
-    def branch_ends(self) -> list[tuple[int, ...]]:
-        """Ids through what the next branch step feeds."""
-        cache = self.cache
-        stems = [tuple(cache.tokens[: cache.committed_len + j]) for j in cache.branch_positions]
-        done = cache.num_branch_steps
-        lines = [cache._branches.line(row)[: done + 1] for row in range(cache.num_branches)]
-        return [stem + tuple(line) for stem, line in zip(stems, lines, strict=True)]
-
-    def branch(self, num_steps: int) -> None:
+    def branch(self, num_passes: int) -> None:
         self.cache.start_branches(self.fan_out)
-        for _ in range(num_steps):
-            ends = self.branch_ends()
-            assert [end[-1] for end in ends] == self.cache.branch_tokens().tolist()
-            positions = [len(end) - 1 for end in ends]
-            assert positions == self.cache.branch_rotary_positions().tolist()
-            slots = self.pool.take(len(ends))
-            self.write(slots, ends)
-            rows = [self.rule(end) for end in ends]
-            shape = (len(ends), NUM_CANDIDATES)
-            self.cache.add_branch_step(np.array(slots, dtype=np.int64), np.reshape(rows, shape))
+        for _ in range(num_passes):
+            if not self.cache.is_built:
+                self.make_pass()
+
+    def make_pass(self) -> None:
+        cache, made = self.cache, self.cache.next_pass()
+        ends = ids_through_next_pass(cache)
+        assert made.tokens.tolist() == [end[-1] for end in ends]
+        assert made.positions.tolist() == [len(end) - 1 for end in ends]
+        slots, start = self.pool.take(len(ends)), cache.trunk_len
+        self.write(slots, ends)
+        chain = cache.slots[cache.committed_len - 1 :]
+        columns = [*chain, *(slot for step in made.earlier_slots for slot in step), *slots]
+        mask = tree_mask(made.cohorts, chain_len=len(chain))
+        for end, visible in zip(ends, mask, strict=True):
+            seen = [self.content[columns[i]] for i in torch.nonzero(visible)[:, 0].tolist()]
+            assert sorted(seen, key=len) == [
+                end[:length] for length in range(cache.committed_len, len(end) + 1)
+            ], "a row sees its own text, each place once"
+        shape = (len(ends), NUM_CANDIDATES)
+        rows = np.reshape([self.rule(end) for end in ends], shape)
+        cache.add_pass(np.array(slots, dtype=np.int64), rows)
+        self.table.update(enumerate(cache.slots[start:], start))
 
     def take(self, new_tokens: list[int]) -> Taken:
         held = self.cache.all_slots()
@@ -119,29 +126,90 @@ def drafter(num_steps: int = 3, fan_out: list[int] | None = None) -> Drafter:
     return made
 
 
-def in_flight(num_branch_steps: int = 4, **settings) -> Drafter:
-    """Bonus 40 at position 3 with chain 41 42 43 (jit), and its branches."""
+def in_flight(num_passes: int = 4, **settings) -> Drafter:
+    """Bonus 40 at position 3 with chain 41 42 43 (jit, 43 unfed), and its branches."""
     made = drafter(**settings)
     made.take([40])
     made.jit(3)
-    made.branch(num_branch_steps)
+    made.branch(num_passes)
     return made
+
+
+# The passes of a tree --------------------------------------------------------------------------
+
+
+def passes_of(one: Drafter) -> list[int]:
+    """Rows of each pass until the tree is built."""
+    one.cache.start_branches(one.fan_out)
+    rows = []
+    while not one.cache.is_built:
+        rows.append(len(one.cache.next_pass().tokens))
+        one.make_pass()
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("fan_out", "expected"),
+    [
+        ([2, 2, 2, 2], [7, 8, 8, 2]),  # N * K + 1 rows in K + 1 passes
+        ([3, 0, 1, 0], [5, 4, 4]),  # nothing to guess after d3; it is fed all the same
+        ([0, 0, 0, 4], [1, 4, 4, 4]),  # nothing to guess before
+    ],
+)
+def test_the_last_draft_is_fed_beside_the_branches_that_do_not_wait_for_it(fan_out, expected):
+    one = in_flight_chain(fan_out)
+    assert passes_of(one) == expected
+    assert one.cache.unfed_tokens == []
+    assert {len(guess.slots) for guess in guesses(one.cache)} == {3}
+    assert [guess.position for guess in guesses(one.cache)] == [
+        position for position, count in enumerate(fan_out) for _ in range(count)
+    ]
+
+
+def test_a_chain_that_is_fed_to_its_end_takes_a_pass_less():
+    one = in_flight_chain([2, 2, 2, 2])
+    one.feed()
+    assert passes_of(one) == [8, 8, 8]
+
+
+def test_a_short_chain_has_the_remaining_guesses_at_its_end():
+    one = in_flight_chain([2, 1, 1, 1], num_drafts=1)
+    assert passes_of(one) == [3, 5, 5, 3]  # two at position 0, three after d1
+    assert [guess.position for guess in guesses(one.cache)] == [0, 0, 1, 1, 1]
+
+
+def test_without_a_chain_all_guesses_are_of_the_next_token():
+    assert passes_of(drafter(fan_out=[2, 1, 1, 1])) == [5, 5, 5]
+
+
+def test_with_one_step_the_last_position_follows_in_a_pass_of_its_own():
+    one = Drafter(count_up, num_steps=1, fan_out=[2, 3], prompt=[10])
+    one.jit(1)
+    assert passes_of(one) == [3, 3]
+
+
+def in_flight_chain(fan_out: list[int], num_drafts: int = 3) -> Drafter:
+    """The bonus 40 and its drafts, the last of them unfed."""
+    one = drafter(fan_out=fan_out)
+    one.take([40])
+    one.jit(num_drafts)
+    return one
 
 
 # The table of what stays valid and what must be fed --------------------------------------------
 
 
 @pytest.mark.parametrize("num_correct", [0, 1, 2, 3])
-def test_hit_leaves_nothing_to_feed_and_all_drafts_ready(num_correct):
+def test_hit_leaves_the_last_draft_to_feed_and_all_drafts_ready(num_correct):
     one = in_flight()
     chain = [41, 42, 43]
     bonus = [40, 41, 42, 43][num_correct] + (2 if num_correct < 3 else 1)  # the best guess there
     taken = one.take([*chain[:num_correct], bonus])
     assert (taken.kind, taken.bonus_rank) == ("hit", 0)
     assert taken.drafts == [bonus + 1, bonus + 2, bonus + 3]
-    assert taken.unfed_tokens == []
-    assert taken.trunk_len == 3 + num_correct + 1 + 4  # .. P' + K: prefix, chain, c e1 e2 e3
-    assert len(taken.relink_slots) == 4
+    assert taken.unfed_tokens == [bonus + 3]
+    assert taken.trunk_len == 3 + num_correct + 1 + 3  # .. P' + K - 1: prefix, chain, c e1 e2
+    assert len(taken.relink_slots) == 3
     assert taken.relink_position == 4 + num_correct
 
 
@@ -160,10 +228,10 @@ def test_miss_keeps_the_right_chain_and_feeds_the_bonus(num_correct):
 
 
 def test_all_accepted_with_the_last_draft_unfed_feeds_it_too():
-    """Mode sync does not feed d_K, so two tokens follow after an all-accepted round."""
+    """Mode sync has no tree that feeds d_K, so two tokens follow after an all-accepted round."""
     one = drafter()
     one.take([40])
-    one.jit(3, feed_last=False)
+    one.jit(3)
     taken = one.take([41, 42, 43, 99])
     assert (taken.kind, taken.unfed_tokens) == ("miss", [43, 99])
     assert taken.trunk_len == 6
@@ -174,8 +242,10 @@ def test_miss_under_backup_none_guesses_everything_at_position_0():
     one.take([99])
     one.feed()
     one.branch(4)
-    assert one.cache.branch_positions.tolist() == [0] * 8
-    assert one.cache.branch_tokens().tolist() == [c + 4 for c in range(100, 108)]
+    assert [guess.position for guess in guesses(one.cache)] == [0] * 8
+    assert [guess.line for guess in guesses(one.cache)] == [
+        [c, c + 1, c + 2, c + 3] for c in range(100, 108)
+    ]
     taken = one.take([100])  # what a chain would have drafted is a guess here
     assert (taken.kind, taken.bonus_rank, taken.drafts) == ("hit", 0, [101, 102, 103])
 
@@ -201,17 +271,27 @@ def test_chain_hit_goes_on_into_the_best_branch_of_the_last_position(num_verifie
     assert taken.trunk_len == 4 + num_verified + 4
 
 
-def test_chain_hit_without_branches_takes_the_last_ranking():
-    one = in_flight(num_branch_steps=0, fan_out=[2, 2, 2, 0])
+@pytest.mark.parametrize(("num_passes", "drafts"), [(0, [43]), (1, [43, 44]), (4, [43, 44])])
+def test_chain_hit_without_branches_goes_as_far_as_the_chain_is_ranked(num_passes, drafts):
+    one = in_flight(num_passes, fan_out=[2, 2, 2, 0])
     taken = one.take([41, 42])
-    assert (taken.kind, taken.drafts) == ("chain_hit", [43, 44])
-    assert taken.unfed_tokens == [44]
+    assert (taken.kind, taken.drafts) == ("chain_hit", drafts)
+    assert taken.unfed_tokens == drafts[-1:]
+
+
+@pytest.mark.parametrize(
+    ("num_passes", "drafts"), [(0, [43]), (1, [43, 44]), (2, [43, 44, 45]), (4, [43, 44, 45])]
+)
+def test_chain_hit_takes_what_there_is_of_the_best_last_branch(num_passes, drafts):
+    taken = in_flight(num_passes).take([41, 42])
+    assert (taken.kind, taken.drafts) == ("chain_hit", drafts)
+    assert taken.unfed_tokens == (drafts[-1:] if num_passes < 4 else [])
 
 
 def test_chain_hit_on_an_unfed_last_draft_is_a_miss():
     one = drafter()
     one.take([40])
-    one.jit(3, feed_last=False)
+    one.jit(3)
     taken = one.take([41, 42, 43])
     assert (taken.kind, taken.unfed_tokens) == ("miss", [43])
 
@@ -219,12 +299,18 @@ def test_chain_hit_on_an_unfed_last_draft_is_a_miss():
 # Rounds that are cut short, lost or late -------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_branch_steps", [1, 2, 3, 4])
-def test_partly_built_branches_give_as_many_drafts_as_steps(num_branch_steps):
-    taken = in_flight(num_branch_steps).take([41, 43])
-    assert taken.kind == "hit"
-    assert taken.drafts == [44, 45, 46][:num_branch_steps]
-    assert taken.unfed_tokens == ([43 + num_branch_steps] if num_branch_steps < 4 else [])
+@pytest.mark.parametrize("num_passes", [1, 2, 3, 4])
+def test_partly_built_branches_give_as_many_drafts_as_steps(num_passes):
+    """Those of the last position are one step behind the others."""
+    taken = in_flight(num_passes).take([41, 43])
+    assert (taken.kind, taken.bonus_rank) == ("hit", 0)
+    assert taken.drafts == [44, 45, 46][:num_passes]
+    assert taken.unfed_tokens == taken.drafts[-1:]
+    taken = in_flight(num_passes).take([41, 42, 43, 45])
+    assert taken.bonus_rank == 1
+    assert taken.drafts == [46, 47, 48][: num_passes - 1]
+    assert taken.kind == ("hit" if num_passes > 1 else "miss")
+    assert taken.unfed_tokens == (taken.drafts[-1:] or [45])
 
 
 def test_a_guess_without_a_step_is_a_miss_of_known_rank():
@@ -232,13 +318,18 @@ def test_a_guess_without_a_step_is_a_miss_of_known_rank():
     assert (taken.kind, taken.bonus_rank, taken.unfed_tokens) == ("miss", 0, [43])
 
 
+def test_there_is_no_guess_after_a_draft_that_is_not_fed():
+    taken = in_flight(0).take([41, 42, 43, 44])
+    assert (taken.kind, taken.bonus_rank, taken.unfed_tokens) == ("miss", -1, [43, 44])
+
+
 def test_a_lost_commit_is_walked_as_far_as_it_was_guessed():
     inside = in_flight().take([41, 44, 45, 46])  # branch (1, 44), of rank 1, and its drafts 45 46
-    assert (inside.kind, inside.bonus_rank, inside.drafts) == ("hit", 0, [47, 48])
+    assert (inside.kind, inside.bonus_rank, inside.drafts) == ("hit", 0, [47])
     left = in_flight().take([41, 43, 44, 99, 100])
     assert (left.kind, left.unfed_tokens, left.trunk_len) == ("miss", [99, 100], 7)
     beyond = in_flight().take([41, 43, 44, 45, 46, 47, 48])
-    assert (beyond.kind, beyond.unfed_tokens) == ("miss", [47, 48])
+    assert (beyond.kind, beyond.unfed_tokens) == ("miss", [46, 47, 48])
 
 
 def test_outcome_in_the_middle_of_a_sliced_prefill():
@@ -344,16 +435,16 @@ def test_random_rounds_agree_with_a_dictionary_of_prefixes(num_steps, seed):
 
 def draft_as_a_drafter_might(one: Drafter, rng: random.Random) -> None:
     """Catch up, draft and branch; often only in part."""
-    num_unfed = len(one.cache.unfed_tokens)
+    cache = one.cache
+    num_unfed = len(cache.unfed_tokens)
     if num_unfed > 1 and rng.random() < 0.15:
         one.feed(rng.randrange(num_unfed))
         return
-    if num_unfed:
+    if cache.trunk_len < cache.committed_len or rng.random() < 0.5:
         one.feed()
-    while len(one.cache.drafts) < one.cache.num_steps and rng.random() < 0.8:
-        one.cache.grow_chain()
-        if rng.random() < 0.05:
-            return
-        one.feed()
+    while not cache.unfed_tokens and len(cache.drafts) < cache.num_steps and rng.random() < 0.8:
+        cache.grow_chain()
+        if rng.random() < 0.7:
+            one.feed()
     if rng.random() < 0.9:
-        one.branch(rng.randint(0, one.cache.num_steps + 1))
+        one.branch(rng.randint(0, cache.num_steps + 1))

@@ -1,23 +1,35 @@
-"""The tree of one request in one round: which outcomes are guessed, and what each branch may see.
+"""The tree of one request in one round: which outcomes are guessed, and what each row may see.
 
 Committed tokens end with the bonus at position P = committed_len - 1. The chain is [bonus, d1 ..
 dK]; branch (j, c) guesses that j drafts are right and that the target then chooses c. Step s feeds
 c (s = 0) or e_s, whose rotary position is P + j + 1 + s; its KV slot is any free one, so slot order
-says nothing. A branch row sees the prefix, the chain up to d_j and its own earlier steps (K = 2,
-fan_out [2, 1, 1]):
+says nothing. K steps draft e1 .. eK, of which e_K stays without KV.
 
-                chain      step 0        step 1
-                b d1 d2    n0 n1 n2 n3   n0 n1 n2 n3
-    n0 (j=0)    1  0  0     1  0  0  0    1  0  0  0
-    n1 (j=0)    1  0  0     0  1  0  0    0  1  0  0
-    n2 (j=1)    1  1  0     0  0  1  0    0  0  1  0
-    n3 (j=2)    1  1  1     0  0  0  1    0  0  0  1
+When a tree is begun d_K has no KV either, so position K has no guesses yet. Pass 0 feeds d_K beside
+step 0 of the branches at positions < K; from then on those at position K follow one step behind.
+Branches with equally many steps are a cohort, and to the mask d_K is the branch (K - 1, d_K): a row
+sees the prefix, the chain up to d_j, its own earlier steps and itself. K = 2, fan_out [2, 1, 1]:
+
+    pass 0      chain    new                   pass 1      chain      step 0     new
+                b d1     d2 n0 n1 n2                       b d1 d2    n0 n1 n2   n0 n1 n2 n3
+    d2          1  1      1  0  0  0           n0 (j=0)    1  0  0     1  0  0    1  0  0  0
+    n0 (j=0)    1  0      0  1  0  0           n1 (j=0)    1  0  0     0  1  0    0  1  0  0
+    n1 (j=0)    1  0      0  0  1  0           n2 (j=1)    1  1  0     0  0  1    0  0  1  0
+    n2 (j=1)    1  1      0  0  0  1           n3 (j=2)    1  1  1     0  0  0    0  0  0  1
+
+    pass 2      chain      step 0   new
+                b d1 d2    n3       n3
+    n3 (j=2)    1  1  1     1        1
+
+So N branches take K + 1 passes and N * K + 1 rows. A chain that is fed to its end has one cohort,
+K passes and N * K rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,19 +37,28 @@ import torch
 IntArray = npt.NDArray[np.int64]
 
 
+class Cohort(msgspec.Struct, frozen=True):
+    """Branches of one pass that have the same number of steps behind them."""
+
+    positions: tuple[int, ...]  # the j of each branch
+    num_steps_fed: int
+
+
 def tree_mask(
-    branch_positions: torch.Tensor,  # [N] int64, the j of each branch
-    *,
-    chain_len: int,
-    num_steps_fed: int,
-) -> torch.Tensor:  # [N, chain_len + num_steps_fed * N] bool
-    """What the rows of the newest step see of chain and branches; the prefix is visible to all."""
-    num_branches = branch_positions.shape[0]
-    chain = torch.arange(chain_len, device=branch_positions.device)
-    own = torch.eye(num_branches, dtype=torch.bool, device=branch_positions.device)
-    return torch.cat(
-        [chain[None, :] <= branch_positions[:, None], own.repeat(1, num_steps_fed)], dim=1
-    )
+    cohorts: Sequence[Cohort], *, chain_len: int
+) -> torch.Tensor:  # [R, chain_len + earlier steps + R] bool
+    """What the rows of a pass see of the fed chain, of earlier steps and of the pass itself.
+
+    Earlier steps lie cohort by cohort, step by step. The prefix is visible to all.
+    """
+    positions = torch.tensor([j for cohort in cohorts for j in cohort.positions])
+    chain = torch.arange(chain_len)[None, :] <= positions[:, None]
+    earlier = [_identity(len(one.positions)).repeat(1, one.num_steps_fed) for one in cohorts]
+    return torch.cat([chain, torch.block_diag(*earlier), _identity(len(positions))], dim=1)
+
+
+def _identity(size: int) -> torch.Tensor:
+    return torch.eye(size, dtype=torch.bool)
 
 
 def rotary_positions(

@@ -5,22 +5,27 @@
     slots      s0 s1 ....... sP  ..             slots of a prefix of tokens: that part is "fed"
     candidates               C0  C1  .. Cm      C_j: the drafter's best tokens after position j of
                                                 the chain, there iff it is fed; d_{j+1} is C_j[0]
-    branch (j, c)            c e1 e2 ..         step s feeds c (s = 0) or e_s: one slot and ranking
+    branch (j, c)            c e1 .. eK         step s feeds c (s = 0) or e_s: one slot and ranking
                                                 per branch and step; its best is e_{s+1}
 
-Invariant: slot i holds the KV of tokens[0..i], and tokens[:committed_len] are the target's own.
-Every slot handed in is in exactly one place (the line or one branch) until `take` or `release`
-gives it back. Pure state: no device, no allocator, no SGLang. The owner copies `Taken.relink_slots`
-into its table.
+Invariant: slot i holds the KV of tokens[0..i], and tokens[:committed_len] are the target's own. Of
+the drafts at most the last is unfed. Every slot handed in is in exactly one place (the line or one
+branch) until `take` or `release` gives it back. Pure state: no device, no allocator, no SGLang. The
+owner copies `Taken.relink_slots` into its table.
+
+What an outcome leaves, its bonus now at position P:
+    hit         0 .. P+K-1 fed; the last draft is fed by the next tree's first pass
+    chain hit   the same, or 0 .. P+K if all drafts come from what was fed: nothing to feed then
+    miss        0 .. P-1 fed at most; the rest through the bonus is fed before anything else
 
 How a round uses it, in order:
     cache.take(new_tokens)              outcome in; on a hit the drafts are ready: reply
-    cache.feed(slots, candidates)       until nothing is unfed (committed ids on a miss, at most the
-                                        last draft on a hit)
+    cache.feed(slots, candidates)       until the bonus is fed (it is on a hit)
     cache.grow_chain()                  backup jit, mode sync: one more draft, to be fed in turn
-    cache.start_branches(fan_out)
-    cache.add_branch_step(slots, candidates)    once per branch step, any number of them
-A `take` may come at any point in between, after any number of steps or in a half-done prefill.
+    cache.start_branches(fan_out)       once the chain is whole; its last draft may be unfed
+    cache.next_pass()                   rows of one forward (drawn in outcome_tree.py) ..
+    cache.add_pass(slots, candidates)   .. and what came out, until is_built
+A `take` may come at any point in between, after any number of passes or in a half-done prefill.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ import msgspec
 import numpy as np
 
 from sglang_ssd.core.fan_out import fold_fan_out
-from sglang_ssd.core.outcome_tree import IntArray, choose_branches, rotary_positions
+from sglang_ssd.core.outcome_tree import Cohort, IntArray, choose_branches, rotary_positions
 
 OutcomeClass = Literal["hit", "chain_hit", "miss"]
 
@@ -60,8 +65,31 @@ class Taken(msgspec.Struct, frozen=True):
     hit at most the last draft."""
 
 
+class TreePass(msgspec.Struct, frozen=True):
+    """Rows of one forward: the chain's unfed draft, if there is one, then a step of each branch."""
+
+    cohorts: tuple[Cohort, ...]
+    """The unfed draft is the first of them, with one row."""
+    tokens: IntArray  # [R]
+    positions: IntArray  # [R] rotary and noise positions
+    earlier_slots: list[IntArray]
+    """KV slots of the rows' earlier steps: cohort by cohort, step by step."""
+
+
+class _Branch(msgspec.Struct, frozen=True):
+    """One guess, and what its steps have made of it."""
+
+    rank: int
+    line: list[int]  # c, e1 .. es after s steps
+    slots: list[int]  # of c .. e_{s-1}
+    candidates: list[IntArray]  # after each of these
+
+
+_NOT_GUESSED = _Branch(rank=-1, line=[], slots=[], candidates=[])
+
+
 class _Branches:
-    """The guesses of one round as columns; row i of every array is branch i."""
+    """A cohort as columns; row i of every array is branch i."""
 
     __slots__ = ("positions", "ranks", "step_candidates", "step_slots", "tokens")
 
@@ -72,42 +100,55 @@ class _Branches:
         self.step_slots: list[IntArray] = []  # per step [N]
         self.step_candidates: list[IntArray] = []  # per step [N, C]
 
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def signature(self) -> Cohort:
+        return Cohort(tuple(self.positions.tolist()), self.num_steps_fed)
+
+    @property
+    def num_steps_fed(self) -> int:
+        return len(self.step_slots)
+
+    def next_positions(self, committed_len: int) -> IntArray:  # [N]
+        return rotary_positions(
+            self.positions, committed_len=committed_len, step=self.num_steps_fed
+        )
+
     def next_tokens(self) -> IntArray:  # [N]
         return self.step_candidates[-1][:, 0] if self.step_candidates else self.tokens
 
-    def find(self, position: int, token: int) -> int | None:
-        rows = np.flatnonzero((self.positions == position) & (self.tokens == token))
+    def add_step(self, slots: IntArray, candidates: IntArray) -> None:
+        self.step_slots.append(slots)
+        self.step_candidates.append(candidates)
+
+    def find(self, position: int, token: int | None) -> int | None:
+        """The row of a guess; token None: of the best one at this position."""
+        is_it = self.ranks == 0 if token is None else self.tokens == token
+        rows = np.flatnonzero((self.positions == position) & is_it)
         return int(rows[0]) if rows.size else None
 
-    def best(self, position: int) -> int | None:
-        rows = np.flatnonzero((self.positions == position) & (self.ranks == 0))
-        return int(rows[0]) if rows.size else None
-
-    def line(self, row: int) -> list[int]:
-        """c, e1 .. es after s steps."""
-        return [int(self.tokens[row]), *(int(ranked[row, 0]) for ranked in self.step_candidates)]
-
-    def slots(self, row: int) -> list[int]:
-        return [int(slots[row]) for slots in self.step_slots]
-
-    def candidates(self, row: int) -> list[IntArray]:
-        return [ranked[row] for ranked in self.step_candidates]
-
-    def slots_except(self, row: int | None) -> list[int]:
-        if not self.step_slots:
-            return []
-        table = np.stack(self.step_slots, axis=1)  # [N, steps]
-        kept = table if row is None else np.delete(table, row, axis=0)
-        return [int(slot) for slot in kept.reshape(-1)]
-
-
-_NO_BRANCHES = _Branches(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+    def branch(self, row: int) -> _Branch:
+        return _Branch(
+            rank=int(self.ranks[row]),
+            line=[int(self.tokens[row]), *(int(ranked[row, 0]) for ranked in self.step_candidates)],
+            slots=[int(slots[row]) for slots in self.step_slots],
+            candidates=[ranked[row] for ranked in self.step_candidates],
+        )
 
 
 class SpeculationCache:
     """See the module docstring. Not thread-safe; one per open sequence of the drafter."""
 
-    __slots__ = ("_branches", "candidates", "committed_len", "num_steps", "slots", "tokens")
+    __slots__ = (
+        "_cohorts",
+        "_unguessed",
+        "candidates",
+        "committed_len",
+        "num_steps",
+        "slots",
+        "tokens",
+    )
 
     def __init__(self, *, num_steps: int, committed_tokens: Sequence[int]) -> None:
         """A new sequence: nothing is fed yet, the last committed token stands for the bonus."""
@@ -118,7 +159,8 @@ class SpeculationCache:
         self.slots: list[int] = []
         self.committed_len = len(self.tokens)
         self.candidates: list[IntArray] = []  # per fed chain position: [C], best first
-        self._branches = _NO_BRANCHES
+        self._cohorts: list[_Branches] = []
+        self._unguessed: list[int] = []  # per chain position: guesses yet to be made; [] before
 
     # What there is ------------------------------------------------------------------------------
 
@@ -142,35 +184,22 @@ class SpeculationCache:
         return len(self.tokens) - self.committed_len + 1
 
     @property
-    def branch_positions(self) -> IntArray:  # [N]
-        return self._branches.positions
+    def has_tree(self) -> bool:
+        """Whether start_branches was called in this round."""
+        return bool(self._unguessed)
 
     @property
-    def num_branches(self) -> int:
-        return len(self._branches.positions)
-
-    @property
-    def num_branch_steps(self) -> int:
-        """Branch steps done."""
-        return len(self._branches.step_slots)
-
-    def branch_tokens(self) -> IntArray:  # [N]
-        """What the next branch step feeds."""
-        return self._branches.next_tokens()
-
-    def branch_rotary_positions(self) -> IntArray:  # [N]
-        """Rotary and noise positions of what the next branch step feeds."""
-        return rotary_positions(
-            self._branches.positions, committed_len=self.committed_len, step=self.num_branch_steps
-        )
-
-    def branch_step_slots(self) -> list[IntArray]:  # per step done: [N]
-        """KV slots of the branches, for the attention plan; row i of each is branch i."""
-        return self._branches.step_slots
+    def is_built(self) -> bool:
+        """Whether the round's tree is complete: no pass is left."""
+        return self.has_tree and not self._next_cohorts()
 
     def all_slots(self) -> list[int]:
         """Every slot that this sequence holds."""
-        return self.slots + self._branches.slots_except(None)
+        return self.slots + self._branch_slots()
+
+    def _branch_slots(self) -> list[int]:
+        steps = [slots for cohort in self._cohorts for slots in cohort.step_slots]
+        return [int(slot) for slots in steps for slot in slots]
 
     # What a round adds --------------------------------------------------------------------------
 
@@ -190,6 +219,7 @@ class SpeculationCache:
         """Append the drafter's best next token as one more draft (unfed) and return it."""
         assert len(self.slots) == len(self.tokens), "a draft follows a fed token"
         assert len(self.drafts) < self.num_steps, "the chain already has num_steps drafts"
+        assert not self.has_tree, "guesses are made on a chain that is whole"
         token = int(self.candidates[-1][0])
         self.tokens.append(token)
         return token
@@ -198,18 +228,49 @@ class SpeculationCache:
         """Guess outcomes of the round in flight: fan_out has num_steps + 1 counts.
 
         With fewer drafts the counts beyond go to the chain's last position, so a chain without
-        drafts (first round, backup none) has all at position 0. Unfed positions get no guesses.
+        drafts (first round, backup none) has all at position 0. While the last draft is unfed its
+        position has no guesses; it gets them from the pass that feeds it.
         """
-        assert not self.num_branches, "one set of branches per round"
-        counts = fold_fan_out(fan_out, num_drafts=len(self.drafts))
-        self._branches = _Branches(*choose_branches(self.drafts, self.candidates, fan_out=counts))
+        assert not self.has_tree, "one tree per round"
+        assert self.trunk_len >= self.committed_len, "guesses follow a fed bonus"
+        self._unguessed = fold_fan_out(fan_out, num_drafts=len(self.drafts))
+        self._guess()
 
-    def add_branch_step(self, slots: IntArray, candidates: IntArray) -> None:
-        """One forward over branch_tokens(): slots [N], candidates [N, C] best first."""
-        assert slots.shape == (self.num_branches,), "one slot per branch"
-        assert candidates.shape[0] == self.num_branches, "one ranking per branch"
-        self._branches.step_slots.append(slots)
-        self._branches.step_candidates.append(candidates)
+    def next_pass(self) -> TreePass:
+        """Rows of the next forward of a tree that is not built yet."""
+        cohorts = self._next_cohorts()
+        return TreePass(
+            cohorts=tuple(one.signature() for one in cohorts),
+            tokens=np.concatenate([one.next_tokens() for one in cohorts]),
+            positions=np.concatenate([one.next_positions(self.committed_len) for one in cohorts]),
+            earlier_slots=[slots for one in cohorts for slots in one.step_slots],
+        )
+
+    def add_pass(self, slots: IntArray, candidates: IntArray) -> None:
+        """The forward of next_pass(): slots [R], candidates [R, C] best first."""
+        cohorts = self._next_cohorts()
+        ends = np.cumsum([len(one) for one in cohorts])
+        assert len(slots) == len(candidates) == ends[-1], "one slot and one ranking per row"
+        shares = zip(np.split(slots, ends[:-1]), np.split(candidates, ends[:-1]), strict=True)
+        for one, (step_slots, step_candidates) in zip(cohorts, shares, strict=True):
+            one.add_step(step_slots, step_candidates)
+        if self.unfed_tokens:
+            fed = cohorts[0].branch(0)
+            self.feed(fed.slots, fed.candidates[0])
+            self._guess()
+
+    def _next_cohorts(self) -> list[_Branches]:
+        """What the next pass steps; the unfed draft d_m is the branch (m - 1, d_m)."""
+        chain = [_single(len(self.drafts) - 1, token) for token in self.unfed_tokens]
+        return chain + [one for one in self._cohorts if one.num_steps_fed < self.num_steps]
+
+    def _guess(self) -> None:
+        """Start the branches of the fed positions that have none yet."""
+        columns = choose_branches(self.drafts, self.candidates, fan_out=self._unguessed)
+        if len(columns[0]):
+            self._cohorts.append(_Branches(*columns))
+        num_fed = len(self.candidates)
+        self._unguessed[:num_fed] = [0] * num_fed
 
     # What an outcome takes ----------------------------------------------------------------------
 
@@ -238,14 +299,11 @@ class SpeculationCache:
         on_chain = _common_len(self.drafts, new_tokens)
         ends_on_chain = on_chain == len(new_tokens)
         fork = len(self.drafts) if ends_on_chain else on_chain
-        if ends_on_chain:
-            row = self._branches.best(fork)
-        else:
-            row = self._branches.find(fork, new_tokens[fork])
-        guessed_rank = -1 if row is None else int(self._branches.ranks[row])
+        branch = self._find(fork, None if ends_on_chain else new_tokens[fork])
+        guessed_rank = branch.rank
 
         relink_position = self.committed_len + fork
-        freed = self._adopt_branch(row, fork=fork)
+        freed = self._adopt(branch, fork=fork)
         num_walked = _common_len(self.drafts, new_tokens)
         freed += self._commit(new_tokens, num_walked=num_walked)
         ended: OutcomeClass = "chain_hit" if ends_on_chain else "hit"
@@ -262,14 +320,23 @@ class SpeculationCache:
             unfed_tokens=self.unfed_tokens,
         )
 
-    def _adopt_branch(self, row: int | None, *, fork: int) -> list[int]:
-        """Make drafts[:fork] and branch `row` the one line; returns the slots of all else."""
-        branches, self._branches = self._branches, _NO_BRANCHES
-        freed = branches.slots_except(row) + self._cut(self.committed_len + fork)
-        if row is not None:
-            self.tokens.extend(branches.line(row))
-            self.slots.extend(branches.slots(row))
-            self.candidates.extend(branches.candidates(row))
+    def _find(self, position: int, token: int | None) -> _Branch:
+        """The branch of a guess; token None: of the best one at this position."""
+        for cohort in self._cohorts:
+            row = cohort.find(position, token)
+            if row is not None:
+                return cohort.branch(row)
+        return _NOT_GUESSED
+
+    def _adopt(self, branch: _Branch, *, fork: int) -> list[int]:
+        """Make drafts[:fork] and the branch the one line; returns the slots of all else."""
+        kept = set(branch.slots)
+        freed = [slot for slot in self._branch_slots() if slot not in kept]
+        self._cohorts, self._unguessed = [], []
+        freed += self._cut(self.committed_len + fork)
+        self.tokens.extend(branch.line)
+        self.slots.extend(branch.slots)
+        self.candidates.extend(branch.candidates)
         return freed
 
     def _commit(self, new_tokens: Sequence[int], *, num_walked: int) -> list[int]:
@@ -296,8 +363,13 @@ class SpeculationCache:
         """Give every slot back; the sequence is over."""
         slots = np.array(self.all_slots(), dtype=np.int64)
         self.slots, self.candidates = [], []
-        self._branches = _NO_BRANCHES
+        self._cohorts, self._unguessed = [], []
         return slots
+
+
+def _single(position: int, token: int) -> _Branches:
+    """A cohort of one guess."""
+    return _Branches(*(np.array([value], dtype=np.int64) for value in (position, token, 0)))
 
 
 def _common_len(a: Sequence[int], b: Sequence[int]) -> int:

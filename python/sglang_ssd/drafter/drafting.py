@@ -76,20 +76,24 @@ class Drafting:
         return seconds
 
     def step_branches(self, seqs: Rows[Sequence]) -> float:
-        """The next branch step of each sequence, whichever that is; returns its seconds."""
-        new_slots = [self._table.slots_for(seq.cache.num_branches) for seq in seqs]
+        """The next pass of each sequence's tree, whichever that is; returns its seconds."""
+        passes = [seq.cache.next_pass() for seq in seqs]
+        new_slots = [self._table.slots_for(len(one.tokens)) for one in passes]
         rows = [
             branch_rows(
-                seq.cache, line_slots=seq.line_slots[: seq.cache.trunk_len], new_slots=slots
+                one,
+                prefix_len=seq.cache.committed_len - 1,
+                line_slots=seq.line_slots[: seq.cache.trunk_len],
+                new_slots=slots,
             )
-            for seq, slots in zip(seqs, new_slots, strict=True)
+            for seq, one, slots in zip(seqs, passes, new_slots, strict=True)
         ]
         started = self._clock()
         logits = self._model.branch_step(rows)
         ranked = self._rank(
             logits,
             seqs=[seq for seq, slots in zip(seqs, new_slots, strict=True) for _ in slots],
-            positions=np.concatenate([row.positions for row in rows]).tolist(),
+            positions=np.concatenate([one.positions for one in passes]).tolist(),
             width=max(seq.limits.branch_width for seq in seqs),
         )
         seconds = self._note("branch step", started, rows=len(ranked), sequences=len(seqs))
@@ -98,7 +102,7 @@ class Drafting:
         for seq, slots in zip(seqs, new_slots, strict=True):
             end = start + len(slots)
             if self._table.holds(seq):
-                seq.cache.add_branch_step(slots, ranked[start:end])
+                self._table.add_pass(seq, slots, ranked[start:end])
             else:
                 self._table.give_back(slots)
             start = end

@@ -4,16 +4,17 @@
                  answered at once, whatever becomes of the others
     decode       rows that are owed drafts (missed, or hit before the branch was finished): one
                  batched single-token forward per loop step, answered once they have their drafts
-    feed         the last draft of a decoded row, whose logits rank the guesses of position K
-    build        num_steps + 1 branch steps, batched over all sequences and branches
+    feed         the bonus of rows that are owed no drafts (backup none)
+    build        num_steps + 1 passes over the tree, batched over all sequences; the first feeds the
+                 chain's last draft too, whose logits rank the guesses of position K
     prefill      one slice of the prompts that are waiting
 
 One forward per loop step and the socket is polled in between, so an outcome that arrives in the
-middle of a build is seen after the branch step in flight: the losers are freed, the winner is
-finished alone. Forwards for rows that a target is waiting for come first; a slice comes when
-nothing else is to be done, and at the latest after num_steps + 1 forwards of the other kinds, and
-is no longer than they are (pace.py). Nothing here blocks for longer than one forward, except an
-idle drafter, which sleeps in the poll.
+middle of a build is seen after the pass in flight: the losers are freed, the winner is finished
+alone. Forwards for rows that a target is waiting for come first; a slice comes when nothing else is
+to be done, and at the latest after num_steps + 1 forwards of the other kinds, and is no longer than
+they are (pace.py). Nothing here blocks for longer than one forward, except an idle drafter, which
+sleeps in the poll.
 """
 
 from __future__ import annotations
@@ -336,11 +337,9 @@ class DraftLoop:
 
     def _build(self, seqs: list[Sequence]) -> None:
         for seq in seqs:
-            if not seq.cache.num_branches:
+            if not seq.cache.has_tree:
                 seq.cache.start_branches(seq.limits.fan_out)
         self._note_forward(self._drafting.step_branches(seqs))
-        for seq in seqs:
-            seq.branches_done = seq.cache.num_branch_steps > seq.limits.num_steps
 
     def _note_forward(self, seconds: float) -> None:
         self._forwards_since_slice += 1

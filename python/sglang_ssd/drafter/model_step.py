@@ -24,12 +24,12 @@ class ExtendRow(msgspec.Struct, frozen=True):
 
 
 class BranchRows(msgspec.Struct, frozen=True):
-    """One step of all branches of one request."""
+    """One pass over the tree of one request: its branches' next step, a draft of its chain."""
 
-    token_ids: IntArray  # [N]
-    positions: IntArray  # [N] rotary
-    kv_slots: IntArray  # [M] whatever some row sees, the N slots that are written last
-    mask: torch.Tensor  # [N, M] bool
+    token_ids: IntArray  # [R]
+    positions: IntArray  # [R] rotary
+    kv_slots: IntArray  # [M] whatever some row sees, the R slots that are written last
+    mask: torch.Tensor  # [R, M] bool
 
 
 class ModelStep(Protocol):
@@ -43,6 +43,6 @@ class ModelStep(Protocol):
         """Prefill slices, catch-up and decodes; logits after the last token of each row."""
         ...
 
-    def branch_step(self, rows: Sequence[BranchRows]) -> torch.Tensor:  # [sum N, V] float32
-        """Logits of every branch row, in order."""
+    def branch_step(self, rows: Sequence[BranchRows]) -> torch.Tensor:  # [sum R, V] float32
+        """Logits of every row, in order."""
         ...

@@ -44,12 +44,12 @@ class Limits:
         self.num_steps = num_steps
         self.fan_out = fan_out
         self.vocab_size = vocab_size
-        self.branch_slots = sum(fan_out) * (num_steps + 1)
+        self.branch_slots = sum(fan_out) * num_steps
         # To rank: the draft and the guesses beside it, or all guesses after a chain's end.
         self.branch_width = max(fan_out, default=0) + 1
         self.line_width = max(sum(fan_out), self.branch_width)
-        # The deepest token is e_K of a branch at position K: position committed_len + 2 K.
-        deepest = 2 * num_steps if fan_out else num_steps
+        # The deepest that is fed is e_{K-1} of a branch at position K: at committed_len + 2K - 1.
+        deepest = 2 * num_steps - 1 if fan_out else num_steps
         self.max_committed_len = context_len - 1 - deepest
 
     def most_slots(self, committed_len: int) -> int:
@@ -62,7 +62,6 @@ class Sequence:
     __slots__ = (
         "answer",
         "bonus_rank",
-        "branches_done",
         "cache",
         "generation",
         "last_seen",
@@ -98,7 +97,6 @@ class Sequence:
         self.round_id: int | None = None
         self.answer = Answer(num_drafts=0, served="none")
         self.bonus_rank = -1
-        self.branches_done = False
 
     @property
     def key(self) -> tuple[bytes, str]:
@@ -115,14 +113,12 @@ class Sequence:
 
     @property
     def wants_feed(self) -> bool:
-        """The last draft is fed for the guesses after it, so not in mode sync."""
-        if self.limits.fan_out:
-            return self.num_unfed > 0
+        """The bonus has no KV. A draft may lack it: the next tree or extend takes it along."""
         return self.cache.trunk_len < self.cache.committed_len
 
     @property
     def wants_branches(self) -> bool:
-        return bool(self.limits.fan_out) and not self.branches_done and self.num_unfed == 0
+        return bool(self.limits.fan_out) and not self.wants_feed and not self.cache.is_built
 
 
 _NO_SLOTS: IntArray = np.zeros(0, dtype=np.int64)
@@ -187,13 +183,18 @@ class RequestTable:
         self.give_back(taken.free_slots)
         start = taken.relink_position
         seq.line_slots[start : start + len(taken.relink_slots)] = taken.relink_slots
-        seq.branches_done = False
         why_not = self._why_not(seq, seq.cache.committed_len)
         if why_not is not None:
             self._refuse(seq, why_not)
             return None
         self._reserve(seq, seq.cache.committed_len)
         return taken
+
+    def add_pass(self, seq: Sequence, slots: IntArray, candidates: IntArray) -> None:
+        """A pass of the tree: slots [R], candidates [R, C]; the fed draft's slot joins the line."""
+        start = seq.cache.trunk_len
+        seq.cache.add_pass(slots, candidates)
+        seq.line_slots[start : seq.cache.trunk_len] = seq.cache.slots[start:]
 
     def slots_for(self, count: int) -> IntArray:  # [count]
         """Slots off the free list; the caller puts them into a sequence or gives them back."""
