@@ -166,13 +166,14 @@ class DraftLoop:
     def _welcome(self, peer: bytes, hello: Hello) -> None:
         answer = answer_hello(hello, self._abilities, config=self._config)
         if isinstance(answer, Welcome):
+            if peer not in self._limits:  # a target says hello until it is answered
+                logger.info("serves target %s with %d steps", hello.target_id, hello.num_steps)
             self._limits[peer] = Limits(
                 num_steps=hello.num_steps,
                 fan_out=fan_out_for(self._config, hello.num_steps),
                 context_len=self._abilities.context_len,
                 vocab_size=min(hello.vocab_size, self._abilities.vocab_size),
             )
-            logger.info("serves target %s with %d steps", hello.target_id, hello.num_steps)
         else:
             logger.error("refuses target %s: %s", hello.target_id, "; ".join(answer.reasons))
         self._transport.send(peer, answer)
