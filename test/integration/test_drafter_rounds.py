@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from sglang_ssd.config import SsdConfig
+from sglang_ssd.drafter.model_step import warm_up
 from sglang_ssd.wire.messages import DraftRule
 from toys.drafter_checks import assert_kv_is_fresh
+from toys.toy_draft_model import ToyDraftModel
 from toys.toy_target import GREEDY, SAMPLED, ToyTarget
 
 OTHER_SEED = DraftRule(temperature=1.3, min_p=0.02, seed=-7)
@@ -33,4 +35,17 @@ def test_equal_weights_always_hit_and_are_always_right(
     for request in target.requests.values():
         assert request.served == ["hit"] * 4
         assert request.accept_lens == [1] + [num_steps + 1] * 3
+    assert_kv_is_fresh(target)
+
+
+def test_a_warm_up_meets_every_kind_of_forward_and_leaves_no_trace() -> None:
+    model = ToyDraftModel(total_slots=60)
+    warm_up(model)
+    assert [kind for kind, _ in model.calls] == ["extend", "extend", "branch"]
+    target = ToyTarget(config=SsdConfig(fan_out=[2]), num_steps=2, draft_model=model)
+    request = target.open("r", PROMPTS[0])
+    target.run_until_idle()
+    for _ in range(3):
+        target.round()
+    assert request.served == ["hit"] * 3
     assert_kv_is_fresh(target)

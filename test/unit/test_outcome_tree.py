@@ -35,7 +35,9 @@ DRAWN_PASSES = [
 ]
 
 
-@pytest.mark.parametrize(("cohorts", "chain_len", "expected"), DRAWN_PASSES)
+@pytest.mark.parametrize(
+    ("cohorts", "chain_len", "expected"), DRAWN_PASSES, ids=["pass 0", "pass 1", "pass 2"]
+)
 def test_masks_of_a_round_are_as_drawn(cohorts, chain_len, expected):
     assert tree_mask(cohorts, chain_len=chain_len).tolist() == drawn(expected)
 

@@ -80,12 +80,15 @@ def _load(settings: DrafterSettings, config: SsdConfig, transport: DrafterTransp
 
     load_plugins()
     from sglang_ssd.drafter.loop import DraftLoop
+    from sglang_ssd.drafter.model_step import warm_up
     from sglang_ssd.drafter.runner import SglangModelStep, load_tokens
     from sglang_ssd.trace import Tracer
 
     max_sequences = settings.max_sequences or _DEFAULT_MAX_SEQUENCES
+    model = SglangModelStep(settings, device=device, max_sequences=max_sequences)
+    warm_up(model)
     return DraftLoop(
-        model=SglangModelStep(settings, device=device, max_sequences=max_sequences),
+        model=model,
         transport=transport,
         config=config,
         max_sequences=max_sequences,

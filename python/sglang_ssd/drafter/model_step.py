@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
 import torch
 
 from sglang_ssd.core.outcome_tree import IntArray
+
+_WARM_UP_TOKENS = 4
 
 
 class ExtendRow(msgspec.Struct, frozen=True):
@@ -46,3 +49,14 @@ class ModelStep(Protocol):
     def branch_step(self, rows: Sequence[BranchRows]) -> torch.Tensor:  # [sum R, V] float32
         """Logits of every row, in order."""
         ...
+
+
+def warm_up(model: ModelStep) -> None:
+    """A forward of each kind on slots that are free yet, so that no request waits for what the
+    first of a kind compiles or sets up."""
+    slots = np.arange(1, _WARM_UP_TOKENS + 1, dtype=np.int64)
+    tokens = np.zeros_like(slots)
+    model.extend([ExtendRow(token_ids=tokens, start=0, kv_slots=slots)])
+    model.extend([ExtendRow(token_ids=tokens[:1], start=_WARM_UP_TOKENS - 1, kv_slots=slots)])
+    mask = torch.eye(_WARM_UP_TOKENS, dtype=torch.bool)
+    model.branch_step([BranchRows(token_ids=tokens, positions=tokens, kv_slots=slots, mask=mask)])
