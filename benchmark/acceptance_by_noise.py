@@ -39,6 +39,11 @@ class Positions(msgspec.Struct, frozen=True):
     positions: list[int]  # [R] of the last context token
 
 
+class Answer(msgspec.Struct, frozen=True):
+    tokens: list[int]  # prompt and answer
+    logits: torch.Tensor  # [answer, V] float32, what each token of the answer was chosen from
+
+
 class Rates(msgspec.Struct, frozen=True):
     """Shares over all positions; hit rates by fan-out."""
 
@@ -75,42 +80,70 @@ def record(
     seed: int,
 ) -> Positions:
     """The target's own answers, sampled with shared noise, and both models' logits along them."""
-    target_rows: list[torch.Tensor] = []
+    answers = sample_answers(
+        target, prompts, temperature=temperature, num_tokens=num_tokens, seed=seed
+    )
     draft_rows: list[torch.Tensor] = []
     positions: list[int] = []
-    for index, prompt in enumerate(tqdm(prompts, desc=f"T={temperature:g}: record", leave=False)):
-        tokens, logits = sample_answer(
-            target, prompt, temperature=temperature, num_tokens=num_tokens, seed=seed + index
-        )
-        start, end = len(prompt) - 1, len(tokens) - 1
-        target_rows.append(logits)
-        draft_logits = draft(input_ids=torch.tensor([tokens[:-1]])).logits[0, start:end]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        start, end = len(prompt) - 1, len(answer.tokens) - 1
+        draft_logits = draft(input_ids=torch.tensor([answer.tokens[:-1]])).logits[0, start:end]
         draft_rows.append(draft_logits.float())
         positions += range(start, end)
-    vocab_size = min(target_rows[0].shape[1], draft_rows[0].shape[1])  # tails may be padded
+    target_logits = torch.cat([answer.logits for answer in answers])
+    draft_logits = torch.cat(draft_rows)
+    vocab_size = min(target_logits.shape[1], draft_logits.shape[1])  # tails may be padded
     return Positions(
-        target_logits=torch.cat(target_rows)[:, :vocab_size],
-        draft_logits=torch.cat(draft_rows)[:, :vocab_size],
+        target_logits=target_logits[:, :vocab_size],
+        draft_logits=draft_logits[:, :vocab_size],
         positions=positions,
     )
 
 
-def sample_answer(
-    target: Any, prompt: list[int], *, temperature: float, num_tokens: int, seed: int
-) -> tuple[list[int], torch.Tensor]:
-    """Prompt and answer, and the logits [answer, V] each answer token was chosen from."""
-    tokens, rows, cache = list(prompt), [], None
-    end_tokens = target.generation_config.eos_token_id
-    ends = set(end_tokens if isinstance(end_tokens, list) else [end_tokens])
-    for _ in range(num_tokens):
-        fed = tokens if cache is None else tokens[-1:]
-        output = target(input_ids=torch.tensor([fed]), past_key_values=cache, use_cache=True)
-        cache, logits = output.past_key_values, output.logits[:, -1].float()
-        rows.append(logits)
-        tokens.append(choose(logits, temperature, seed=seed, position=len(tokens) - 1))
-        if tokens[-1] in ends:
-            break
-    return tokens, torch.cat(rows)
+def sample_answers(
+    target: Any,
+    prompts: Sequence[list[int]],
+    *,
+    temperature: float,
+    num_tokens: int,
+    seed: int,
+) -> list[Answer]:
+    """One answer a prompt, all in one left-padded batch; prompt i has the seed `seed` + i."""
+    longest = max(map(len, prompts))
+    fed = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    places = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    tokens = [list(prompt) for prompt in prompts]
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    ends = _end_tokens(target)
+    cache = None
+    for _ in tqdm(range(num_tokens), desc=f"T={temperature:g}: the target answers", leave=False):
+        output = target(
+            input_ids=fed,
+            attention_mask=mask,
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = output.past_key_values
+        for index, logits in enumerate(output.logits[:, -1].float()):
+            if rows[index] and tokens[index][-1] in ends:
+                continue
+            rows[index].append(logits)
+            position = len(tokens[index]) - 1
+            tokens[index].append(
+                choose(logits[None], temperature, seed=seed + index, position=position)
+            )
+        fed = torch.tensor([[answer[-1]] for answer in tokens])
+        mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
+        places = places[:, -1:] + 1
+    return [Answer(answer, torch.stack(row)) for answer, row in zip(tokens, rows, strict=True)]
+
+
+def _end_tokens(target: Any) -> set[int]:
+    ends = target.generation_config.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends])
 
 
 def choose(logits: torch.Tensor, temperature: float, *, seed: int, position: int) -> int:

@@ -51,7 +51,7 @@ LEGEND = {
     VERIFY: "verify (target forward)",
     WAIT: "wait for drafts",
     BRANCH_STEP: "branch step",
-    FEED: "feed the last draft",
+    FEED: "feed the bonus",
     DECODE: "draft that is waited for",
 }
 LANES = {TARGET: 1.0, DRAFTER: 0.0}
