@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from sglang_ssd.config import SsdConfig
-from sglang_ssd.drafter.model_step import BranchRows, ExtendRow
+from sglang_ssd.drafter.model_step import BranchRows, ExtendRow, warm_up
 from sglang_ssd.drafter.process import DrafterSettings
 from toys.drafter_checks import (
     RecordingModel,
@@ -120,6 +120,7 @@ def check_outcomes(model: CheckedModel, backup: str) -> dict[str, dict[str, floa
 def main() -> None:
     torch.set_num_threads(1)
     model = CheckedModel(sys.argv[1])
+    warm_up(model)
     result = {
         "extend": check_extends(model),
         **{backup: check_outcomes(model, backup) for backup in ("jit", "none")},
