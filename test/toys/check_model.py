@@ -44,7 +44,7 @@ class CheckedModel:
         settings = DrafterSettings(
             model_path=path, dtype="float32", max_total_tokens=1500, context_length=256
         )
-        self._step = SglangModelStep(settings, device="cpu")
+        self._step = SglangModelStep(settings, device="cpu", max_sequences=4)
         self._hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.vocab_size = self._step.vocab_size
         self.context_len = self._step.context_len

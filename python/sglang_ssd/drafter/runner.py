@@ -61,7 +61,7 @@ class PlannedForward:
 class SglangModelStep:
     """See the module docstring. One per process: SGLang's configuration is process-wide."""
 
-    def __init__(self, settings: DrafterSettings, *, device: str, max_sequences: int = 1) -> None:
+    def __init__(self, settings: DrafterSettings, *, device: str, max_sequences: int) -> None:
         server_args = _server_args(settings, device=device, max_sequences=max_sequences)
         ports = PortArgs.init_new(server_args)
         publish(
