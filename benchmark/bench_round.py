@@ -45,6 +45,7 @@ from timeline import (
 )
 
 WARM_UP = 3
+MAX_ROWS = 256  # of a forward; behind the prefix every request has slots for as many
 HOST_MS = 2.0
 
 
@@ -61,7 +62,7 @@ class Forward:
     def __init__(self, settings: Any, *, batch_size: int, context: int) -> None:
         from sglang_ssd.drafter.runner import SglangModelStep
 
-        self._model = SglangModelStep(settings, device="cpu")
+        self._model = SglangModelStep(settings, device="cpu", max_sequences=MAX_ROWS)
         self._batch_size = batch_size
         self._context = context
         self._tokens = np.arange(1000, 1000 + context, dtype=np.int64)
@@ -87,8 +88,8 @@ class Forward:
         self._model.extend([ExtendRow(token_ids=self._tokens, start=0, kv_slots=slots)])
 
     def _slots(self, request: int, num_new: int) -> Any:
-        """Slots of a request's prefix and of rows behind it; every request has room for 256."""
-        first = 1 + request * (self._context + 256)
+        """Slots of a request's prefix and of rows behind it; every request has room for MAX_ROWS."""
+        first = 1 + request * (self._context + MAX_ROWS)
         return np.arange(first, first + self._context + num_new, dtype=np.int64)
 
     def _prepare(self, shape: Shape) -> Callable[[], object]:
@@ -138,7 +139,7 @@ def serve(
     from sglang_ssd.drafter.process import DrafterSettings
 
     settings = DrafterSettings(
-        model_path=model, dtype=dtype, max_total_tokens=batch_size * (context + 256) + 1
+        model_path=model, dtype=dtype, max_total_tokens=batch_size * (context + MAX_ROWS) + 1
     )
     forward = Forward(settings, batch_size=batch_size, context=context)
     pipe.send("ready")
