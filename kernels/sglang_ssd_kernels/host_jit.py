@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import struct
 import threading
 from collections.abc import Callable
@@ -34,6 +35,9 @@ LANES = 16 if "avx512f" in _HOST_FEATURES else 8
 FLOAT32, BFLOAT16 = 0, 1
 ELEMENT_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 ELEMENT_BYTES = {FLOAT32: 4, BFLOAT16: 2}
+
+ELEMENTS_PER_THREAD = 32768
+"""Some ten microseconds of element-wise work."""
 
 KERNEL_SIGNATURE = types.void(types.int64)
 
@@ -70,11 +74,19 @@ class Job(threading.local):
     def fill(self, *fields: int) -> None:
         self._layout.pack_into(self._buffer, 0, *fields)
 
+    def read(self, index: int) -> int:
+        return self._buffer[index]
+
     def run(self, kernel: Kernel, *, num_threads: int = 1) -> None:
         if num_threads > 1 and _gomp_parallel is not None:
             _gomp_parallel(kernel.address, self._address, num_threads, 0)
         else:
             kernel.call(self._address)
+
+
+def num_threads_for(num_elements: int) -> int:
+    """Threads for an element-wise kernel: one until the work outweighs waking others."""
+    return min(torch.get_num_threads(), 1 + num_elements // ELEMENTS_PER_THREAD)
 
 
 def _find_gomp_parallel() -> Any:
@@ -105,6 +117,15 @@ def field(typing_context, job, index):  # type: ignore[no-untyped-def]
         return builder.load(builder.gep(pointer(builder, args[0], I64), [args[1]]))
 
     return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def set_field(typing_context, job, index, value):  # type: ignore[no-untyped-def]
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[2], builder.gep(pointer(builder, args[0], I64), [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -160,6 +181,20 @@ def bfloat16_array(address, size):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def float32_from_bits(typing_context, bits):  # type: ignore[no-untyped-def]
+    """float32_from_bits(field): the float32 whose bits `float32_bits` put into a field."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.trunc(args[0], I32), F32)
+
+    return types.float32(types.int64), codegen
+
+
+def float32_bits(number: float) -> int:
+    return ctypes.c_uint32.from_buffer(ctypes.c_float(number)).value
+
+
+@intrinsic
 def widen(typing_context, bits):  # type: ignore[no-untyped-def]
     """widen(uint16): the float32 of a bfloat16."""
 
@@ -184,3 +219,44 @@ def narrow(typing_context, value):  # type: ignore[no-untyped-def]
         return builder.trunc(chosen, ir.IntType(16))
 
     return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def exponential(typing_context, value):  # type: ignore[no-untyped-def]
+    """exponential(float32) to about one float32 ulp, made of what a loop can do on whole vectors.
+
+    value = n ln 2 + r: a polynomial in r, times 2 ** n put into the exponent bits. Beyond +-87,
+    where float32 ends, it stays at that bound.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def constant(number: float) -> Any:
+            return ir.Constant(F32, number)
+
+        def fused(a: Any, b: Any, c: Any) -> Any:
+            signature = ir.FunctionType(F32, [F32] * 3)
+            name = "llvm.fmuladd.f32"
+            function = cgutils.get_or_insert_function(builder.module, signature, name)
+            return builder.call(function, [a, b, c])
+
+        bound = constant(87.0)
+        x = builder.select(builder.fcmp_ordered("<", args[0], bound), args[0], bound)
+        bound = constant(-87.0)
+        x = builder.select(builder.fcmp_ordered(">", x, bound), x, bound)
+        # Adding 1.5 * 2 ** 23 leaves the nearest integer in the low bits.
+        shifted = fused(x, constant(_float32(1 / math.log(2))), constant(12582912.0))
+        n = builder.fsub(shifted, constant(12582912.0))
+        r = fused(n, constant(-0.693359375), x)
+        r = fused(n, constant(_float32(0.693359375 - math.log(2))), r)
+        total = constant(_float32(1 / math.factorial(7)))
+        for power in range(6, -1, -1):
+            total = fused(total, r, constant(_float32(1 / math.factorial(power))))
+        exponent = builder.shl(builder.bitcast(shifted, I32), ir.Constant(I32, 23))
+        scale = builder.bitcast(builder.add(exponent, ir.Constant(I32, 0x3F800000)), F32)
+        return builder.fmul(total, scale)
+
+    return types.float32(types.float32), codegen
+
+
+def _float32(number: float) -> float:
+    return ctypes.c_float(number).value

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from sglang_ssd_kernels.host_jit import (
     BFLOAT16,
+    ELEMENT_BYTES,
     ELEMENT_KINDS,
     F32,
     FLOAT32,
@@ -46,22 +47,26 @@ from sglang_ssd_kernels.host_jit import (
     widen,
 )
 
-MAX_ROWS = 32
-"""Rows of x whose accumulators are kept at once; more take turns on each tile."""
 TILE = 48
 """Weight rows of a tile: a multiple of LANES and of every template's columns."""
 CHUNK = 2 * LANES
 """Elements of one step along K."""
 L1_FLOATS = 4096
 """float32 of x that a block of K may hold; half of the smallest usual L1 cache."""
-NUM_ACCUMULATORS = MAX_ROWS * TILE * LANES
 ROW_BYTES = 4 * TILE * LANES
 """Accumulators of one row of x and one tile."""
 
+MAX_SKINNY_ROWS = {torch.float32: 32, torch.bfloat16: 96}
+"""With more rows a product of float32 matrices by torch is faster, weights widened first."""
+WIDENED_COLUMNS = 512
+
 SINGLE = 0
-TEMPLATES = {SINGLE: 1, 1: 4, 2: 4, 3: 3, 4: 3, 5: 2, 6: 2}
+TEMPLATES = {SINGLE: 1, 1: 4, 2: 4, 3: 3, 4: 2, 5: 2, 6: 2}
 """Weight rows of a step for so many rows of x: their accumulators fill 16 vector registers."""
 MAX_GROUP = 6
+PASS_GROUPS = 6
+"""Groups whose accumulators are kept at once; more take turns on each tile."""
+NUM_ACCUMULATORS = PASS_GROUPS * MAX_GROUP * TILE * LANES
 
 VECTOR, PAIRS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
@@ -87,7 +92,7 @@ def skinny_linear(
         bias = bias.contiguous()
     (num_rows, num_in), num_out = x.shape, weight.shape[0]
     out = x.new_empty(num_rows, num_out)
-    packed = torch.empty(num_rows, -(-num_in // CHUNK) * CHUNK, dtype=torch.float32)
+    packed = torch.empty(num_rows * (num_in // CHUNK + 1) * CHUNK, dtype=torch.float32)
     _job.fill(
         x.data_ptr(),
         x.stride(0) * x.itemsize,
@@ -114,6 +119,46 @@ def skinny_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = Non
     _check(x, weight, bias)
     out = x.float() @ weight.float().T
     return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def pays_off(weight: Tensor) -> bool:
+    """Whether this weight is better served here than by torch on this host, when rows are few."""
+    if not weight.is_cpu or weight.dim() != 2 or weight.stride(1) != 1:
+        return False
+    if weight.dtype == torch.bfloat16:
+        # Where oneDNN has bfloat16 instructions its linear is as fast, and faster with many rows.
+        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32
+
+
+def use_skinny_linear(num_rows: int, weight: Tensor) -> bool:
+    return num_rows <= MAX_SKINNY_ROWS[weight.dtype]
+
+
+def host_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """skinny_linear for a weight that `pays_off`, by the fastest way for this many rows."""
+    if use_skinny_linear(x.shape[0], weight):
+        return skinny_linear(x, weight, bias)
+    if weight.dtype == torch.bfloat16:
+        return _widened_linear(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's float32 product with a part of the weights at a time, which stays in the cache."""
+    rows = x.float()
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for start in range(0, weight.shape[0], WIDENED_COLUMNS):
+        part = slice(start, start + WIDENED_COLUMNS)
+        widened = None if bias is None else bias[part].float()
+        out[:, part] = torch.nn.functional.linear(rows, weight[part].float(), widened)
+    return out
+
+
+def compile_kernels() -> None:
+    """Seconds the first time on a host; from then on what loading a file takes."""
+    _pack_kernel()
+    _multiply_kernel()
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -153,103 +198,119 @@ def _multiply_kernel() -> Kernel:
 
 
 def _pack(job: int) -> None:
-    """The rows of x in float32; beside bfloat16 weights in the order in which those are widened."""
-    num_in = field(job, NUM_IN)
-    num_split = num_in // CHUNK * CHUNK if field(job, WEIGHT_KIND) == BFLOAT16 else 0
-    for row in range(field(job, ROWS)):
-        source = field(job, X) + row * field(job, X_STRIDE)
-        packed = float32_array(field(job, PACKED) + row * _packed_stride(num_in), num_in)
-        if field(job, X_KIND) == BFLOAT16:
-            short = bfloat16_array(source, num_in)
-            for first in range(0, num_split, CHUNK):
-                for i in range(LANES):
-                    packed[first + i] = widen(short[first + 2 * i])
-                    packed[first + LANES + i] = widen(short[first + 2 * i + 1])
-            for i in range(num_split, num_in):
-                packed[i] = widen(short[i])
-        else:
-            values = float32_array(source, num_in)
-            for first in range(0, num_split, CHUNK):
-                for i in range(LANES):
-                    packed[first + i] = values[first + 2 * i]
-                    packed[first + LANES + i] = values[first + 2 * i + 1]
-            for i in range(num_split, num_in):
-                packed[i] = values[i]
+    """x in float32 and in the order of its use, then each row's elements beyond the last chunk.
+
+    Rows of one group take turns chunk by chunk; beside bfloat16 weights a chunk holds its even
+    elements before its odd ones, which is how those weights are widened.
+    """
+    num_rows, num_in, x_kind = field(job, ROWS), field(job, NUM_IN), field(job, X_KIND)
+    num_chunks = num_in // CHUNK
+    packed = float32_array(field(job, PACKED), num_rows * (num_chunks + 1) * CHUNK)
+    values = float32_array(stack_floats(CHUNK), CHUNK)
+    for group in range(_num_groups(num_rows)):
+        first, end = _group_start(num_rows, group), _group_start(num_rows, group + 1)
+        for row in range(first, end):
+            source = field(job, X) + row * field(job, X_STRIDE)
+            for chunk in range(num_chunks):
+                _read(x_kind, source, chunk * CHUNK, CHUNK, values)
+                place = (first * num_chunks + chunk * (end - first) + row - first) * CHUNK
+                if field(job, WEIGHT_KIND) == BFLOAT16:
+                    for i in range(LANES):
+                        packed[place + i] = values[2 * i]
+                        packed[place + LANES + i] = values[2 * i + 1]
+                else:
+                    for i in range(CHUNK):
+                        packed[place + i] = values[i]
+            _read(x_kind, source, num_chunks * CHUNK, num_in % CHUNK, values)
+            for i in range(num_in % CHUNK):
+                packed[(num_rows * num_chunks + row) * CHUNK + i] = values[i]
+
+
+@njit
+def _read(kind, address, first, size, values):  # type: ignore[no-untyped-def]
+    if kind == BFLOAT16:
+        short = bfloat16_array(address + 2 * first, size)
+        for i in range(size):
+            values[i] = widen(short[i])
+    else:
+        floats = float32_array(address + 4 * first, size)
+        for i in range(size):
+            values[i] = floats[i]
+
+
+@njit
+def _num_groups(num_rows):  # type: ignore[no-untyped-def]
+    return -(-num_rows // MAX_GROUP)
+
+
+@njit
+def _group_start(num_rows, group):  # type: ignore[no-untyped-def]
+    """Groups of sizes that differ by one at most."""
+    return num_rows * group // _num_groups(num_rows)
 
 
 def _multiply(job: int) -> None:
     accumulators = stack_floats(NUM_ACCUMULATORS)
-    num_out, num_rows = field(job, NUM_OUT), field(job, ROWS)
+    num_out, num_groups = field(job, NUM_OUT), _num_groups(field(job, ROWS))
     tile = take_next(job, COUNTER)
     while tile * TILE < num_out:
         first_out = tile * TILE
         width = min(TILE, num_out - first_out)
-        for first_row in range(0, num_rows, MAX_ROWS):
-            rows = min(MAX_ROWS, num_rows - first_row)
-            _accumulate(job, first_row, rows, first_out, width, accumulators)
-            _finish(job, first_row, rows, first_out, width, accumulators)
+        for first in range(0, num_groups, PASS_GROUPS):
+            end = min(first + PASS_GROUPS, num_groups)
+            _accumulate(job, first, end, first_out, width, accumulators)
+            _finish(job, first, end, first_out, width, accumulators)
         tile = take_next(job, COUNTER)
 
 
 @njit
-def _accumulate(job, first_row, rows, first_out, width, accumulators):  # type: ignore[no-untyped-def]
-    """The vector accumulators [rows, TILE, LANES] of one tile, over all chunks of K."""
-    kind, stride = field(job, WEIGHT_KIND), field(job, WEIGHT_STRIDE)
+def _accumulate(job, first_group, end_group, first_out, width, accumulators):  # type: ignore[no-untyped-def]
+    """The vector accumulators [rows of the groups, TILE, LANES] of one tile, over all chunks."""
+    kind, num_rows, stride = field(job, WEIGHT_KIND), field(job, ROWS), field(job, WEIGHT_STRIDE)
     chunk_bytes = CHUNK * (2 if kind == BFLOAT16 else 4)
-    packed_stride = _packed_stride(field(job, NUM_IN))
     num_chunks = field(job, NUM_IN) // CHUNK
-    num_groups = -(-rows // MAX_GROUP)
-    num_blocks = max(1, -(-num_chunks * CHUNK * -(-rows // num_groups) // L1_FLOATS))
+    max_group = -(-num_rows // _num_groups(num_rows))
+    num_blocks = max(1, -(-num_chunks * CHUNK * max_group // L1_FLOATS))
+    first_row = _group_start(num_rows, first_group)
     for block in range(num_blocks):
         start = num_chunks * block // num_blocks
         size = num_chunks * (block + 1) // num_blocks - start
         weight = field(job, WEIGHT) + first_out * stride + start * chunk_bytes
         is_last = block + 1 == num_blocks
         ahead = TILE * stride - start * chunk_bytes if is_last else size * chunk_bytes
-        for group in range(num_groups):
-            row = rows * group // num_groups
-            group_rows = rows * (group + 1) // num_groups - row
-            x = field(job, PACKED) + (first_row + row) * packed_stride + start * CHUNK * 4
-            target = accumulators + row * ROW_BYTES
-            steps = width // _columns_of(group_rows)
-            _multiply_rows(
-                kind,
-                group_rows,
-                steps,
-                x,
-                packed_stride,
-                weight,
-                stride,
-                size,
-                ahead,
-                target,
-                block,
-            )
-            done = steps * _columns_of(group_rows)
-            for i in range(group_rows if done < width else 0):
+        for group in range(first_group, end_group):
+            row = _group_start(num_rows, group)
+            rows = _group_start(num_rows, group + 1) - row
+            x = field(job, PACKED) + (row * num_chunks + start * rows) * CHUNK * 4
+            target = accumulators + (row - first_row) * ROW_BYTES
+            steps = width // _columns_of(rows)
+            _multiply_rows(kind, rows, steps, x, rows, weight, stride, size, ahead, target, block)
+            done = steps * _columns_of(rows)
+            for i in range(rows if done < width else 0):
                 _multiply_rows(
-                    kind, SINGLE, width - done, x + i * packed_stride, 0,
-                    weight + done * stride, stride, size, 0,
-                    target + i * ROW_BYTES + done * 4 * LANES, block,
+                    kind, SINGLE, width - done, x + i * CHUNK * 4, rows, weight + done * stride,
+                    stride, size, 0, target + i * ROW_BYTES + done * 4 * LANES, block,
                 )  # fmt: skip
 
 
 @njit
-def _finish(job, first_row, rows, first_out, width, accumulators):  # type: ignore[no-untyped-def]
+def _finish(job, first_group, end_group, first_out, width, accumulators):  # type: ignore[no-untyped-def]
     """Sum the lanes, add the elements of K beyond the last chunk and the bias, round, store."""
-    num_in, num_out = field(job, NUM_IN), field(job, NUM_OUT)
-    rest = num_in // CHUNK * CHUNK
+    num_rows, num_in, num_out = field(job, ROWS), field(job, NUM_IN), field(job, NUM_OUT)
+    num_chunks = num_in // CHUNK
     sums_address = stack_floats(TILE)
     sums = float32_array(sums_address, TILE)
-    for row in range(first_row, first_row + rows):
+    first_row = _group_start(num_rows, first_group)
+    for row in range(first_row, _group_start(num_rows, end_group)):
         for first in range(0, width, LANES):
             lanes = accumulators + (row - first_row) * ROW_BYTES + first * 4 * LANES
             _sum_lanes(lanes, sums_address + 4 * first)
-        packed = float32_array(field(job, PACKED) + row * _packed_stride(num_in), num_in)
-        for i in range(width if rest < num_in else 0):
+        rest = field(job, PACKED) + (num_rows * num_chunks + row) * CHUNK * 4
+        for i in range(width if num_in % CHUNK else 0):
             weight = field(job, WEIGHT) + (first_out + i) * field(job, WEIGHT_STRIDE)
-            for k in range(rest, num_in):
-                sums[i] += packed[k] * _element(field(job, WEIGHT_KIND), weight, k)
+            for k in range(num_in % CHUNK):
+                element = _element(field(job, WEIGHT_KIND), weight, num_chunks * CHUNK + k)
+                sums[i] += _element(FLOAT32, rest, k) * element
         for i in range(width if field(job, BIAS) != 0 else 0):
             sums[i] += _element(field(job, BIAS_KIND), field(job, BIAS), first_out + i)
         _store(field(job, X_KIND), field(job, OUT), row * num_out + first_out, sums, width)
@@ -275,26 +336,21 @@ def _element(kind, address, index):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _packed_stride(num_in):  # type: ignore[no-untyped-def]
-    return -(-num_in // CHUNK) * CHUNK * 4
-
-
-@njit
 def _columns_of(rows):  # type: ignore[no-untyped-def]
     if rows <= 2:
         return 4
-    return 3 if rows <= 4 else 2
+    return 3 if rows == 3 else 2
 
 
 @intrinsic
 def _multiply_rows(
-    typing_context, kind, rows, num_steps, x, x_stride, weight, weight_stride,
+    typing_context, kind, rows, num_steps, x, x_rows, weight, weight_stride,
     num_chunks, ahead, accumulators, block,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """Add to accumulators [rows, num_steps * columns, LANES] what num_chunks chunks contribute.
 
-    rows SINGLE means one row and one column a step. Block 0 starts from zero. Every weight read
-    also asks the cache for the one `ahead` bytes further on.
+    rows SINGLE means one row, of a group of x_rows, and one column a step. Block 0 starts from
+    zero. What lies `ahead` bytes beyond each weight is fetched into the cache meanwhile.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -311,7 +367,7 @@ def _multiply_rows(
                 case = builder.append_basic_block("rows")
                 switch.add_case(ir.Constant(I64, num_rows), case)
                 builder.position_at_end(case)
-                _emit_template(builder, weight_kind, max(num_rows, 1), columns, *operands)
+                _emit_template(builder, weight_kind, num_rows, columns, *operands)
                 builder.branch(done)
             builder.position_at_end(other)
         builder.branch(done)
@@ -322,14 +378,15 @@ def _multiply_rows(
 
 
 def _emit_template(
-    builder: Any, kind: int, rows: int, columns: int, num_steps: Any, x: Any, x_stride: Any,
+    builder: Any, kind: int, rows: int, columns: int, num_steps: Any, x: Any, x_rows: Any,
     weight: Any, weight_stride: Any, num_chunks: Any, ahead: Any, accumulators: Any, block: Any,
 ) -> None:  # fmt: skip
     """LLVM code of one template: per step, rows x columns accumulators stay in registers."""
     is_first = builder.icmp_signed("==", block, ir.Constant(I64, 0))
+    x_rows = x_rows if rows == SINGLE else ir.Constant(I64, rows)
     registers = {
         (row, column): cgutils.alloca_once(builder, VECTOR)
-        for row in range(rows)
+        for row in range(max(rows, 1))
         for column in range(columns)
     }
     with cgutils.for_range(builder, num_steps) as step:
@@ -344,39 +401,33 @@ def _emit_template(
             builder.store(builder.select(is_first, ZEROS, earlier), register)
         weights = builder.add(weight, builder.mul(first_column, weight_stride))
         with cgutils.for_range(builder, num_chunks) as chunk:
-            _emit_chunk(
-                builder, kind, registers, chunk.index, x, x_stride, weights, weight_stride, ahead
-            )
+            chunk_x = _offset(builder, x, builder.mul(chunk.index, x_rows), 4 * CHUNK)
+            chunk_weight = _offset(builder, weights, chunk.index, CHUNK * ELEMENT_BYTES[kind])
+            _emit_chunk(builder, kind, registers, chunk_x, chunk_weight, weight_stride, ahead)
         for key, register in registers.items():
             builder.store(builder.load(register), pointer(builder, places[key], VECTOR)).align = 4
 
 
 def _emit_chunk(
-    builder: Any, kind: int, registers: Any, chunk: Any, x: Any, x_stride: Any,
-    weight: Any, weight_stride: Any, ahead: Any,
-) -> None:  # fmt: skip
+    builder: Any, kind: int, registers: Any, x: Any, weight: Any, weight_stride: Any, ahead: Any
+) -> None:
     rows, columns = (1 + max(axis) for axis in zip(*registers, strict=True))
-    x = _offset(builder, x, chunk, 4 * CHUNK)
-    weight = _offset(builder, weight, chunk, CHUNK * (2 if kind == BFLOAT16 else 4))
     weights = [
         builder.add(weight, builder.mul(weight_stride, ir.Constant(I64, c))) for c in range(columns)
     ]
     for address in weights:
         _emit_prefetch(builder, builder.add(address, ahead))
     widened = [_widen(builder, kind, address) for address in weights]
+    fused = _llvm(builder, FUSED, VECTOR, [VECTOR] * 3)
     for half in range(2):
         for row in range(rows):
-            address = builder.add(x, builder.mul(x_stride, ir.Constant(I64, row)))
-            address = builder.add(address, ir.Constant(I64, half * 4 * LANES))
-            values = _load_vector(builder, address, VECTOR)
+            values = _load_vector(
+                builder, _offset(builder, x, ir.Constant(I64, 2 * row + half), 4 * LANES), VECTOR
+            )
             for column in range(columns):
                 register = registers[row, column]
-                total = builder.load(register)
-                total = builder.call(
-                    _llvm(builder, FUSED, VECTOR, [VECTOR] * 3),
-                    [values, widened[column][half], total],
-                )
-                builder.store(total, register)
+                factors = [values, widened[column][half]]
+                builder.store(builder.call(fused, [*factors, builder.load(register)]), register)
 
 
 def _widen(builder: Any, kind: int, address: Any) -> tuple[Any, Any]:

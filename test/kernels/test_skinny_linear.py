@@ -1,0 +1,189 @@
+"""skinny_linear against float64, and what its callers rely on beyond the numbers."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("numba", reason="needs numba, which sglang brings")
+
+from sglang_ssd_kernels import host_jit
+from sglang_ssd_kernels.skinny_linear import (
+    CHUNK,
+    MAX_GROUP,
+    PASS_GROUPS,
+    TILE,
+    skinny_linear,
+    skinny_linear_reference,
+)
+
+DTYPES = (torch.float32, torch.bfloat16)
+# Whole tiles and chunks, then a rest of each, less than one of each, and several blocks of K.
+SHAPES = [
+    (2 * TILE, 4 * CHUNK),
+    (TILE + 5, 3 * CHUNK + 7),
+    (3, 5),
+    (1, CHUNK),
+    (TILE + 1, 1),
+    (11, 4500),
+]
+ROW_COUNTS = [1, 2, 3, 4, 5, 6, 7, 13, 24, MAX_GROUP * PASS_GROUPS, 40]
+
+
+def operands(num_rows, num_out, num_in, x_dtype, weight_dtype, *, with_bias):
+    generator = torch.Generator().manual_seed(num_rows * 7919 + num_out * 31 + num_in)
+    x = torch.randn(num_rows, num_in, generator=generator).to(x_dtype)
+    weight = torch.randn(num_out, num_in, generator=generator).to(weight_dtype)
+    bias = torch.randn(num_out, generator=generator).to(weight_dtype) if with_bias else None
+    return x, weight, bias
+
+
+def assert_close_to_float64(out, x, weight, bias):
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    magnitude = x.double().abs() @ weight.double().abs().T
+    magnitude += 0 if bias is None else bias.double().abs()
+    # A float32 sum of K products in 8 lanes: at most K/8 + 4 roundings of a partial sum each.
+    num_roundings = x.shape[1] / 8 + 8
+    bound = magnitude * num_roundings * 2**-24
+    if out.dtype == torch.bfloat16:
+        bound = bound + exact.abs() * 2**-8
+    assert ((out.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("x_dtype", DTYPES)
+@pytest.mark.parametrize(("num_out", "num_in"), SHAPES)
+def test_equals_float64_within_float32_accumulation(
+    num_out, num_in, x_dtype, weight_dtype, with_bias
+):
+    for num_rows in ROW_COUNTS:
+        x, weight, bias = operands(
+            num_rows, num_out, num_in, x_dtype, weight_dtype, with_bias=with_bias
+        )
+        out = skinny_linear(x, weight, bias)
+        assert out.dtype == x_dtype
+        assert_close_to_float64(out, x, weight, bias)
+        assert_close_to_float64(skinny_linear_reference(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_rows_beside_it(weight_dtype):
+    """Verify and decode of one token give the same bits: no tie falls differently."""
+    x, weight, bias = operands(40, TILE + 5, 4500 + 7, torch.float32, weight_dtype, with_bias=True)
+    alone = torch.cat([skinny_linear(x[row : row + 1], weight, bias) for row in range(40)])
+    for num_rows in ROW_COUNTS:
+        out = skinny_linear(x[40 - num_rows :], weight, bias)
+        assert torch.equal(out, alone[40 - num_rows :]), f"{num_rows} rows"
+
+
+def test_threads_do_not_change_the_result():
+    x, weight, bias = operands(5, 20 * TILE + 3, 500, torch.float32, torch.bfloat16, with_bias=True)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single = skinny_linear(x, weight, bias)
+        torch.set_num_threads(2)
+        for _ in range(20):
+            assert torch.equal(skinny_linear(x, weight, bias), single)
+    finally:
+        torch.set_num_threads(before)
+    assert host_jit._gomp_parallel is not None or sys.platform != "linux"
+
+
+def test_strided_operands():
+    """A slice of a wider projection, and a weight that is part of a fused one."""
+    wide = torch.randn(5, 300)
+    weight = torch.randn(70, 200).to(torch.bfloat16)
+    x, part = wide[:, 50:150], weight[:, 20:120]
+    expected = skinny_linear(x.contiguous(), part.contiguous())
+    assert torch.equal(skinny_linear(x, part), expected)
+    columns = x.T.contiguous().T
+    assert columns.stride(1) != 1
+    assert torch.equal(skinny_linear(columns, part), expected)
+    bias = torch.randn(140)[::2]
+    assert torch.equal(skinny_linear(x, part, bias), skinny_linear(x, part, bias.contiguous()))
+
+
+def test_no_rows():
+    assert skinny_linear(torch.randn(0, 64), torch.randn(50, 64)).shape == (0, 50)
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    """Weights beyond a tile or a chunk are never read into a result, not even times zero."""
+    x, weight, _ = operands(2, TILE + 5, 3 * CHUNK + 7, *DTYPES, with_bias=False)
+    weight[3] = float("nan")
+    x[1, 0] = float("inf")
+    out = skinny_linear(x.to(torch.bfloat16), weight)
+    assert out[:, 3].isnan().all()
+    others = torch.arange(weight.shape[0]) != 3
+    assert out[0, others].isfinite().all()
+    assert out[1, others].isinf().all()
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "message"),
+    [
+        (torch.ones(2, 3), torch.ones(4, 5), None, "invalid shape of x: expected .* got"),
+        (torch.ones(3), torch.ones(4, 3), None, "invalid shape of x"),
+        (
+            torch.ones(2, 3),
+            torch.ones(4, 3),
+            torch.ones(3),
+            r"invalid shape of bias: expected \[4\]",
+        ),
+        (torch.ones(2, 3).half(), torch.ones(4, 3), None, "invalid type of x"),
+        (torch.ones(2, 3), torch.ones(4, 3).int(), None, "invalid type of weight"),
+        (torch.ones(2, 3), torch.ones(3, 4).T, None, "invalid strides of weight"),
+    ],
+)
+def test_refuses(x, weight, bias, message):
+    with pytest.raises(ValueError, match=message):
+        skinny_linear(x, weight, bias)
+
+
+RUN_ONCE = """
+import logging
+import torch
+logging.basicConfig(level=logging.INFO)
+from sglang_ssd_kernels.skinny_linear import skinny_linear
+out = skinny_linear(torch.ones(2, 40), torch.ones(3, 40))
+assert out.eq(40).all()
+"""
+
+
+def test_runs_where_nothing_can_be_written(tmp_path):
+    """An installed package of another user and no home folder: compiled anew, not an error."""
+    read_only = tmp_path / "read_only"
+    package = read_only / "sglang_ssd_kernels"
+    package.mkdir(parents=True)
+    for source in ("__init__.py", "host_jit.py", "skinny_linear.py"):
+        shutil.copy(Path(host_jit.__file__).parent / source, package)
+    environment = {
+        name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"
+    } | {
+        "PYTHONPATH": str(read_only),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": "/dev/null",
+        "XDG_CACHE_HOME": "/dev/null",
+        "NUMBA_CACHE_LOCATOR_CLASSES": "InTreeCacheLocator",
+    }
+    (package / "__pycache__").write_text("a file where numba wants a folder")
+    package.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        run = subprocess.run(
+            [sys.executable, "-c", RUN_ONCE],
+            env=environment,
+            check=True,
+            timeout=300,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        package.chmod(stat.S_IRWXU)
+    assert "compiled anew at every start" in run.stderr
