@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness.checkpoints import make_multimodal
+
 RESOLVE_PROGRAM = """
 import json, os, sys, traceback
 os.environ["SGLANG_PLATFORM"] = "ssd_cpu"
@@ -70,6 +72,12 @@ CASES = (
     Case("page-size", ("--page-size", "16"), says=("page-size 16", "1")),
     Case("pipeline", ("--pp-size", "2"), says=("pp-size", "2")),
     Case("data-parallel", ("--dp-size", "2"), says=("dp-size", "2")),
+    Case(
+        "dp-attention",
+        ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+        says=("attn-dp-size 2", "1"),
+    ),
+    Case("multimodal", ("--model-path", "MULTIMODAL"), says=("model-path", "text only")),
     Case("mixed-chunk", ("--enable-mixed-chunk",), says=("mixed-chunk",)),
     Case("lora", ("--enable-lora", "--lora-paths", "a=/nowhere"), says=("lora",)),
     Case("disaggregation", ("--disaggregation-mode", "prefill"), says=("disaggregation",)),
@@ -86,7 +94,8 @@ CASES = (
 def argv_of(case: Case, target: Path) -> list[str]:
     argv = ["--model-path", str(target), "--device", "cpu", "--dtype", "float32"]
     argv += ["--speculative-algorithm", "SSD", "--speculative-draft-model-path", str(target)]
-    return [*argv, *case.flags]
+    argv += case.flags
+    return [str(make_multimodal(target)) if word == "MULTIMODAL" else word for word in argv]
 
 
 @pytest.fixture(scope="module")

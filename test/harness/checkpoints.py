@@ -66,6 +66,33 @@ def make_short_context(target: Path, context: int) -> Path:
     return _written_once(f"{target.name}-context-{context}", write)
 
 
+def make_multimodal(target: Path) -> Path:
+    """A target that sees images, as far as its config tells; it has no weights."""
+
+    def write(path: Path) -> None:
+        _copy_small(target, path)
+        text = json.loads((path / "config.json").read_text())
+        vision = {
+            "model_type": "clip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+        }
+        config = {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "model_type": "llava",
+            "text_config": text,
+            "vision_config": vision,
+            "vocab_size": text["vocab_size"],
+        }
+        (path / "config.json").write_text(json.dumps(config, indent=2))
+
+    return _written_once(f"{target.name}-multimodal", write)
+
+
 def _written_once(name: str, write: Callable[[Path], None]) -> Path:
     cache = Path(os.environ.get(CACHE_ENV) or ROOT / ".cache" / "drafters")
     folder = cache / name

@@ -53,8 +53,8 @@ class ServerSpec(msgspec.Struct, frozen=True):
 def all_settings(spec: ServerSpec) -> dict[str, Any]:
     """SsdConfig fields of a server with speculation.
 
-    Equality of tokens proves something in fp32 only, and while drafts are in time: a deadline that a
-    busy machine keeps.
+    Equality of tokens proves something in fp32 only, and while drafts are in time: a deadline that
+    a busy machine keeps.
     """
     return {"drafter_dtype": "float32", "reply_deadline_ms": 5000, **dict(spec.settings)}
 
