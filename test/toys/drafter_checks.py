@@ -42,6 +42,7 @@ class RecordingModel:
 
     def extend(self, rows: Sequence[ExtendRow]) -> torch.Tensor:
         self.calls.append(("extend", sum(len(row.token_ids) for row in rows)))
+        self.branch_logits = {}  # its slots may be written anew
         return self._model.extend(rows)
 
     def branch_step(self, rows: Sequence[BranchRows]) -> torch.Tensor:
