@@ -88,7 +88,7 @@ class Forward:
         self._model.extend([ExtendRow(token_ids=self._tokens, start=0, kv_slots=slots)])
 
     def _slots(self, request: int, num_new: int) -> Any:
-        """Slots of a request's prefix and of rows behind it; every request has room for MAX_ROWS."""
+        """Slots of a request's prefix and of rows behind it, of which each has MAX_ROWS."""
         first = 1 + request * (self._context + MAX_ROWS)
         return np.arange(first, first + self._context + num_new, dtype=np.int64)
 
