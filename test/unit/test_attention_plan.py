@@ -1,4 +1,4 @@
-"""The CPU attention plan against a plain masked softmax, one query and one head at a time."""
+"""The CPU attention plan against a plain masked softmax, one row and one head at a time."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ def caches() -> tuple[Tensor, Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
-def visible_slots(row: PlanRow, query: int) -> Tensor:
+def visible(row: PlanRow) -> Tensor:  # [width, kv] bool
+    num_slots = row.kv_slots.numel()
     if row.mask is not None:
-        return row.kv_slots[row.mask[query]]
-    if row.causal:
-        return row.kv_slots[: row.kv_slots.numel() - row.width + query + 1]
-    return row.kv_slots
+        return row.mask
+    everything = torch.ones(row.width, num_slots, dtype=torch.bool)
+    return everything.tril(num_slots - row.width) if row.causal else everything
 
 
 def reference(rows: list[PlanRow], query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     output = torch.zeros_like(query)
     for row in rows:
-        for i in range(row.width):
-            slots = visible_slots(row, i)
-            for head in range(HEADS):
-                kv_head = head // (HEADS // KV_HEADS)
-                scores = keys[slots, kv_head] @ query[row.q_start + i, head] * HEAD_DIM**-0.5
-                output[row.q_start + i, head] = scores.softmax(0) @ values[slots, kv_head]
+        hidden = ~visible(row)
+        for head in range(HEADS):
+            kv_head = head // (HEADS // KV_HEADS)
+            q = query[row.q_start : row.q_end, head]
+            scores = q @ keys[row.kv_slots, kv_head].T * HEAD_DIM**-0.5
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(1)
+            output[row.q_start : row.q_end, head] = weights @ values[row.kv_slots, kv_head]
     return output
 
 
