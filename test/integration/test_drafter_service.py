@@ -3,6 +3,7 @@ repairs."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import msgspec
@@ -16,6 +17,7 @@ from sglang_ssd.wire.messages import (
     DraftRule,
     DraftSync,
     StatusRequest,
+    ToDrafter,
     VerifyCommit,
     Welcome,
 )
@@ -386,3 +388,56 @@ def test_every_hello_is_answered_and_sequences_stay() -> None:
     target.loop.step(0.0)
     assert [type(message) for _, message, _ in target.transport.outbox] == [Welcome]
     assert target.loop.table.num_live == 1
+
+
+# Nonsense ---------------------------------------------------------------------------------------
+
+
+def test_a_babbling_target_neither_stops_the_loop_nor_leaks_a_slot() -> None:
+    """Well-formed messages of random content, with a served request in their midst."""
+    rng = random.Random(5)
+    target = target_of(prefill_slice_tokens=20)
+    honest = target.open("honest", PROMPT)
+    target.run_until_idle()
+    for _ in range(150):
+        target.send(*_nonsense(rng), peer=rng.choice([b"target", b"target", b"stranger"]))
+        target.step()
+        target.replies = [reply for reply in target.replies if reply.rid == "honest"]
+    target.replies = []
+    honest.drafts = []
+    assert [reply.served for reply in target.round() if reply.rid == "honest"] != ["unknown"]
+    assert_kv_is_fresh(target)
+
+
+def _nonsense(rng: random.Random) -> tuple[ToDrafter, list[int]]:
+    rids = [rng.choice("abc") for _ in range(rng.randrange(4))]
+    generations = [rng.randrange(-1, 3) for _ in rids]
+    ids = [rng.choice([-1, 0, 1, 2, 60, 61, 2**31 - 1]) for _ in range(rng.randrange(8))]
+    match rng.randrange(4):
+        case 0:
+            sync_ids = [abs(token) % 61 for token in ids] or [1]
+            rule = DraftRule(
+                temperature=rng.choice([0.0, 1e-30, 1.0, 1e30]), top_k=rng.randrange(9)
+            )
+            sync = DraftSync(
+                rid=rng.choice("abc"),
+                generation=rng.randrange(3),
+                committed_len=len(sync_ids),
+                rule=rule,
+            )
+            return sync, sync_ids
+        case 1:
+            return DraftClose(rids=rids, generations=generations), []
+        case 2:
+            return StatusRequest(), []
+        case _:
+            lens = [rng.randrange(4) for _ in rids]
+            commits = VerifyCommit(
+                round_id=rng.randrange(9),
+                rids=rids,
+                generations=generations,
+                base_committed_lens=[rng.randrange(1, 9) for _ in rids],
+                num_verified_drafts=[rng.randrange(6) for _ in rids],
+                num_tokens=lens,
+            )
+            return commits, [rng.randrange(-1, 62) for _ in range(sum(lens))]
