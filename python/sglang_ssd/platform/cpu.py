@@ -18,7 +18,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from torch import Tensor
+from torch import Tensor, nn
 
 from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.platform import affinity
@@ -60,6 +60,17 @@ class SsdCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_speculative_cache_locs_fn(self) -> Callable[..., Tensor]:
         return extend_cache_locs
+
+    def get_dispatch_key_name(self) -> str:
+        return PLATFORM_NAME
+
+    def post_load_model(self, model: nn.Module) -> None:
+        from sglang_ssd.platform.cpu_layer_ops import register_cpu_layer_ops
+        from sglang_ssd.platform.cpu_linear import use_cpu_linear_layers
+
+        register_cpu_layer_ops(PLATFORM_NAME)
+        num_layers = use_cpu_linear_layers(model)
+        logger.info("SSD: %d linear layers of this model use the kernel for few rows", num_layers)
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
