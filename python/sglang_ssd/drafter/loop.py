@@ -33,6 +33,7 @@ from sglang_ssd.drafter.backup import plan_answer
 from sglang_ssd.drafter.drafting import Drafting, grow_chain
 from sglang_ssd.drafter.handshake import Abilities, answer_hello, fan_out_for
 from sglang_ssd.drafter.model_step import ModelStep
+from sglang_ssd.drafter.outbox import Outbox, ReplyRow
 from sglang_ssd.drafter.pace import Pace
 from sglang_ssd.drafter.request_table import Limits, RequestTable, Sequence
 from sglang_ssd.trace import Tracer
@@ -44,7 +45,6 @@ from sglang_ssd.wire.messages import (
     DraftSync,
     Hello,
     Served,
-    SpeculateReply,
     StatusRequest,
     VerifyCommit,
     Welcome,
@@ -55,17 +55,6 @@ logger = logging.getLogger(__name__)
 
 _PATIENT_FORWARDS = 4  # times num_steps + 1: the forwards of owed rows that a due slice lets pass
 _SEED_LIMIT = 1 << 63
-
-
-class ReplyRow(msgspec.Struct, frozen=True):
-    """One row of a SpeculateReply."""
-
-    rid: str
-    generation: int
-    base_committed_len: int
-    drafts: list[int]
-    served: Served
-    bonus_rank: int = -1
 
 
 class LoopStats(msgspec.Struct):
@@ -107,7 +96,7 @@ class DraftLoop:
         )
         self._drafting = Drafting(model=model, table=self.table, tracer=tracer, clock=clock)
         self._limits: dict[bytes, Limits] = {}  # per target that was welcomed
-        self._replies: dict[tuple[bytes, int], list[ReplyRow]] = {}
+        self._outbox = Outbox(transport)
         self._pace = Pace()
         self._forwards_since_slice = 0
         self._next_expiry = 0.0
@@ -289,7 +278,7 @@ class DraftLoop:
             drafts=[],
             served=served,
         )
-        self._replies.setdefault((peer, commit.round_id), []).append(row)
+        self._outbox.add(peer, commit.round_id, row)
 
     def _answer_ready(self) -> None:
         """Send what has the drafts that it is to be answered with; one message per commit."""
@@ -303,11 +292,9 @@ class DraftLoop:
                     served=seq.answer.served,
                     bonus_rank=seq.bonus_rank,
                 )
-                self._replies.setdefault((seq.peer, seq.round_id), []).append(row)
+                self._outbox.add(seq.peer, seq.round_id, row)
                 seq.round_id = None
-        for (peer, round_id), rows in self._replies.items():
-            self._transport.send(peer, _reply(round_id, rows), [_draft_ids(rows)])
-        self._replies.clear()
+        self._outbox.send()
 
     # Forwards -----------------------------------------------------------------------------------
 
@@ -380,19 +367,3 @@ class DraftLoop:
 def _can_follow(rule: DraftRule) -> bool:
     numbers = (rule.temperature, rule.top_p, rule.min_p)
     return all(map(math.isfinite, numbers)) and -_SEED_LIMIT <= rule.seed < _SEED_LIMIT
-
-
-def _reply(round_id: int, rows: list[ReplyRow]) -> SpeculateReply:
-    return SpeculateReply(
-        round_id=round_id,
-        rids=[row.rid for row in rows],
-        generations=[row.generation for row in rows],
-        base_committed_lens=[row.base_committed_len for row in rows],
-        num_drafts=[len(row.drafts) for row in rows],
-        served=[row.served for row in rows],
-        bonus_ranks=[row.bonus_rank for row in rows],
-    )
-
-
-def _draft_ids(rows: list[ReplyRow]) -> list[int]:
-    return [token for row in rows for token in row.drafts]
