@@ -1,1 +1,1 @@
-"""Kernels of sglang-ssd: each op is a checked wrapper, a Triton body and a torch reference."""
+"""Kernels of sglang-ssd: each op is a checked wrapper, a kernel and a torch reference."""

@@ -140,11 +140,11 @@ def host_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if use_skinny_linear(x.shape[0], weight):
         return skinny_linear(x, weight, bias)
     if weight.dtype == torch.bfloat16:
-        return _widened_linear(x, weight, bias)
+        return widened_linear(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def _widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """torch's float32 product with a part of the weights at a time, which stays in the cache."""
     rows = x.float()
     out = x.new_empty(x.shape[0], weight.shape[0])
@@ -343,10 +343,10 @@ def _columns_of(rows):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _multiply_rows(
+def _multiply_rows(  # type: ignore[no-untyped-def]
     typing_context, kind, rows, num_steps, x, x_rows, weight, weight_stride,
     num_chunks, ahead, accumulators, block,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Add to accumulators [rows, num_steps * columns, LANES] what num_chunks chunks contribute.
 
     rows SINGLE means one row, of a group of x_rows, and one column a step. Block 0 starts from

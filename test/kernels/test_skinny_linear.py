@@ -13,13 +13,17 @@ import torch
 pytest.importorskip("numba", reason="needs numba, which sglang brings")
 
 from sglang_ssd_kernels import host_jit
+from sglang_ssd_kernels import skinny_linear as skinny
 from sglang_ssd_kernels.skinny_linear import (
     CHUNK,
     MAX_GROUP,
     PASS_GROUPS,
     TILE,
+    host_linear,
+    pays_off,
     skinny_linear,
     skinny_linear_reference,
+    use_skinny_linear,
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -108,6 +112,29 @@ def test_strided_operands():
     assert torch.equal(skinny_linear(columns, part), expected)
     bias = torch.randn(140)[::2]
     assert torch.equal(skinny_linear(x, part, bias), skinny_linear(x, part, bias.contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_rows_go_another_way_to_the_same_result(dtype, monkeypatch):
+    """The switch from few rows to many is one of speed."""
+    monkeypatch.setitem(skinny.MAX_SKINNY_ROWS, dtype, 7)
+    monkeypatch.setattr(skinny, "WIDENED_COLUMNS", 40)
+    for num_rows, is_skinny in ((7, True), (8, False)):
+        x, weight, bias = operands(num_rows, TILE + 5, 100, dtype, dtype, with_bias=True)
+        out = host_linear(x, weight, bias)
+        assert out.dtype == dtype
+        assert_close_to_float64(out, x, weight, bias)
+        assert use_skinny_linear(num_rows, weight) == is_skinny
+        assert torch.equal(out, skinny_linear(x, weight, bias)) or not is_skinny
+
+
+def test_which_weights_pay_off():
+    assert pays_off(torch.ones(4, 3))
+    assert not pays_off(torch.ones(4, 3).half())
+    assert not pays_off(torch.ones(4, 3).T)
+    assert not pays_off(torch.ones(4))
+    short = torch.ones(4, 3).to(torch.bfloat16)
+    assert pays_off(short) != torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def test_no_rows():

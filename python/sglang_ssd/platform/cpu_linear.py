@@ -30,7 +30,7 @@ class CpuLinearMethod(UnquantizedLinearMethod):
 class CpuLmHeadMethod(UnquantizedEmbeddingMethod):
     """Also the input embedding's method where both are one module."""
 
-    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         # What LogitsProcessor does for methods that it knows to be unquantised.
         return _apply(layer, x.to(layer.weight.dtype), bias)
 
