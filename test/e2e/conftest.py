@@ -25,6 +25,18 @@ pytest.importorskip("sglang", reason="the end-to-end tests need sglang")
 FIGURES_ENV = "SSD_E2E_FIGURES"
 """Environment variable: path of a JSON file that receives the figures of the run."""
 
+EVERY_CHANGE = frozenset(
+    {
+        "test_bad_input.py",
+        "test_clients.py",
+        "test_compat.py",
+        "test_features.py",
+        "test_greedy_identity.py",
+    }
+)
+"""Files whose tests run for every change. A server takes a minute to start on two cores, so the other
+files, which need several servers each, are marked slow: ./run-tests -m slow."""
+
 Figures = dict[str, Any]
 SpecFor = Callable[..., ServerSpec]
 
@@ -35,6 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker(pytest.mark.sglang)
             item.add_marker(pytest.mark.model)
+            if item.path.name not in EVERY_CHANGE:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
