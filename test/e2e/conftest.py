@@ -30,7 +30,6 @@ EVERY_CHANGE = frozenset(
         "test_bad_input.py",
         "test_clients.py",
         "test_compat.py",
-        "test_features.py",
         "test_greedy_identity.py",
     }
 )

@@ -102,7 +102,7 @@ class Life:
 
     def _step(self) -> None:
         self.target.step()
-        if self.chance(0.5):
+        if self.chance(0.85):
             return
         self.branch_rows_checked += assert_branch_logits_are_causal(
             self.target, self.model, self.rng
@@ -113,10 +113,10 @@ class Life:
 @pytest.mark.parametrize(
     ("num_rounds", "num_steps", "config"),
     [
-        (200, 4, SsdConfig(fan_out=[3], prefill_slice_tokens=16)),
-        (200, 4, SsdConfig(fan_out=[3, 0, 2, 1, 0], backup="none", prefill_slice_tokens=16)),
-        (60, 1, SsdConfig(fan_out=[2], backup="none")),
-        (60, 3, SsdConfig(mode="sync", prefill_slice_tokens=16)),
+        (60, 4, SsdConfig(fan_out=[3], prefill_slice_tokens=16)),
+        (60, 4, SsdConfig(fan_out=[3, 0, 2, 1, 0], backup="none", prefill_slice_tokens=16)),
+        (40, 1, SsdConfig(fan_out=[2], backup="none")),
+        (40, 3, SsdConfig(mode="sync", prefill_slice_tokens=16)),
     ],
     ids=["jit", "none", "one-step", "sync"],
 )
