@@ -33,8 +33,8 @@ EVERY_CHANGE = frozenset(
         "test_greedy_identity.py",
     }
 )
-"""Files whose tests run for every change. A server takes a minute to start on two cores, so the other
-files, which need several servers each, are marked slow: ./run-tests -m slow."""
+"""Files whose tests run for every change. A server takes a minute to start on two cores, so the
+other files, which need several servers or many answers, are marked slow: ./run-tests -m slow."""
 
 Figures = dict[str, Any]
 SpecFor = Callable[..., ServerSpec]
