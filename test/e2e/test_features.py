@@ -171,7 +171,7 @@ def test_grammars_beside_plain_requests(
             assert re.fullmatch(case.params["regex"], answer.text)
         if "json_schema" in case.params and answer.finish["type"] == "stop":
             json.loads(answer.text)
-    # The drafter does not know the grammar: one that forces odd spellings may have no correct draft.
+    # The drafter knows no grammar: one that forces odd spellings may have no correct draft.
     constrained = [
         a.num_correct_drafts for c, a in zip(cases, answers, strict=True) if len(c.params) > 1
     ]
