@@ -160,7 +160,7 @@ def bind_rank(original: Callable[..., str], *, numa_index: int, world_size: int)
     num_threads = affinity.pin_process(cores, num_sharers=num_sharers)
     shown = affinity.format_cores(cores)
     logger.info(
-        "SSD: target rank %d of %d on cores %s with %d threads (this server may use cores %s)",
+        "SSD: rank %d of %d on cores %s with %d threads; this process was lent %s",
         numa_index,
         world_size,
         shown,
