@@ -26,6 +26,7 @@ from environment import MODELS, ROOT, Progress, enter_environment, fail, interru
 HOST = "127.0.0.1"
 LOG = ROOT / ".cache" / "demo-server.log"
 START_LIMIT_S = 600
+STOP_LIMIT_S = 30
 KV_TOKENS = 32768  # enough for a demo; by default each process takes most of the memory
 STAGES = (
     ("loading SGLang", r""),
@@ -148,9 +149,11 @@ Try it from another terminal:
 def stop(server: subprocess.Popen[bytes]) -> None:
     """End the server and whatever it started; they share one process group of their own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave anything behind
+    Progress.close_line()
+    print("stopping the server", flush=True)
     server.terminate()  # it ends its own children; a signal to them all looks like a crash to it
     with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(15)
+        server.wait(STOP_LIMIT_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
