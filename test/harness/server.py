@@ -106,6 +106,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.start_seconds = 0.0
         self._family: dict[int, psutil.Process] = {}
+        _let_children_be_interrupted()
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 command(spec, self.port),
@@ -207,6 +208,12 @@ class Server:
 
     def describe(self) -> str:
         return f"server {self.pid} ({self.spec.entry}, log {self.log_path})"
+
+
+def _let_children_be_interrupted() -> None:
+    """A shell's background job ignores SIGINT, and what it starts inherits that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def free_port() -> int:
