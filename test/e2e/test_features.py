@@ -53,12 +53,16 @@ def server(pool: ServerPool, spec_for: Any) -> Server:
 def check(
     server: Server, reference: Reference, cases: list[Request], *, concurrency: int = 4
 ) -> list[Answer]:
-    """All answers equal the reference's, and drafts were accepted where there was room for one."""
+    """All answers equal the reference's, and drafts were accepted where there was room for them.
+
+    A short answer may end before the drafter has prefilled its prompt; not all of them do.
+    """
     answers = generate_all(server.url, cases, concurrency=concurrency)
     assert_same(reference, cases, answers)
     for request, answer in zip(cases, answers, strict=True):
-        if len(answer.output_ids) > 2:
+        if len(answer.output_ids) > 4 * (NUM_STEPS + 1):
             assert answer.num_correct_drafts > 0, f"{request} was decoded plainly"
+    assert sum(answer.num_correct_drafts for answer in answers) > 0, "all were decoded plainly"
     return answers
 
 
