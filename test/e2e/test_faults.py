@@ -88,11 +88,15 @@ def _assert_serves_on(server: Server, reference: Reference) -> None:
 
 
 def _assert_drafts_again(server: Server, reference: Reference) -> None:
+    """Within some batches; how soon depends on what else the machine does."""
     cases = _requests(server, 4)
-    generate_all(server.url, cases)
-    counter = RoundCounter(server)
-    assert_same(reference, cases, generate_all(server.url, cases))
-    assert counter.since().on_time_rate > 0.9
+    for _ in range(10):
+        counter = RoundCounter(server)
+        assert_same(reference, cases, generate_all(server.url, cases))
+        if counter.since().on_time_rate > 0.9:
+            break
+    else:
+        pytest.fail(f"still without drafts: {counter.since()}")
     assert not server.ssd()["degraded"]
 
 
