@@ -85,6 +85,14 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Positive, _help("How fast misses fall with the fan-out, for the geometric fan-out.")
     ] = 1.0
 
+    max_batch_size: Annotated[
+        PositiveInt | None,
+        _help(
+            "Batches of more requests than this decode plainly; the drafter rests meanwhile. Left "
+            "out: every batch speculates."
+        ),
+    ] = None
+
     endpoint: Annotated[
         str | None,
         _help(

@@ -104,7 +104,7 @@ def test_a_commit_during_prefill_is_answered_at_once_without_drafts() -> None:
     target.commit([request])
     target.model.calls.clear()
     target.step()
-    assert only_reply(target).served == "none"
+    assert only_reply(target).served == "prefill"
     target.run_until_idle()
     target.take_replies()
     request.acked = len(request.tokens)

@@ -77,7 +77,9 @@ class WireClock:
 class Server:
     """A target's rounds; while it verifies, the drafter has a few turns."""
 
-    def __init__(self, wire: FakeWire, *, draft_seed: int, backup: str) -> None:
+    def __init__(
+        self, wire: FakeWire, *, draft_seed: int, backup: str, max_batch_size: int | None = None
+    ) -> None:
         self.target_model = ToyDraftModel(seed=0, total_slots=1)
         self.wire = wire
         self.loop = DraftLoop(
@@ -97,6 +99,7 @@ class Server:
             vocab_size=61,
             reply_deadline_s=0.016,
             drafter_alive=lambda: True,
+            max_batch_size=max_batch_size,
         )
         self.texts = {rid: list(prompt) for rid, prompt in PROMPTS.items()}
 
@@ -129,6 +132,9 @@ class Server:
     def round(self) -> None:
         rids = self.unfinished()
         self.verify_and_commit(rids, self.client.collect(rids))
+        stats = self.client.stats
+        assert stats.hits + stats.misses + sum(stats.plain_decode.values()) == stats.rows
+        assert stats.on_time_rows + stats.late_rows + stats.plain_rows == stats.rows
 
     def verify_and_commit(self, rids: list[str], drafts: list[list[int]]) -> None:
         new_tokens = [self.verify(rid, row) for rid, row in zip(rids, drafts, strict=True)]
@@ -194,6 +200,51 @@ def test_a_good_wire_wastes_no_round(wire):
     server = Server(wire, draft_seed=0, backup="jit")
     server.start(NO_FAULTS, NO_FAULTS)
     assert server.run() == -(-(NUM_TOKENS - 1) // (NUM_STEPS + 1))
+
+
+def test_a_good_wire_decodes_no_row_plainly(wire):
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.run()
+    stats = server.client.stats
+    assert stats.plain_decode == {}
+    assert stats.hits > 0.7 * stats.rows
+
+
+def test_batches_above_the_limit_decode_plainly_and_leave_the_drafter_alone(wire):
+    """Two requests at most: four decode plainly, and once two are left they speculate again."""
+    server = Server(wire, draft_seed=0, backup="jit", max_batch_size=2)
+    server.start(NO_FAULTS, NO_FAULTS)
+    sent = server.client._transport.stats.sent
+    for _ in range(3):
+        server.round()
+    stats = server.client.stats
+    assert stats.plain_decode == {"batch_size": 4 * 3}
+    assert server.client._transport.stats.sent == sent
+    for rid in ("c", "d"):
+        server.client.close(rid)
+        server.texts[rid] = list(plain_texts()[rid])
+    server.round()
+    assert stats.plain_decode == {"batch_size": 4 * 3 + 2}, "the drafter hears of them first"
+    server.run()
+    assert stats.hits > 0
+    assert stats.late_rows == 0
+    server.expect_plain_texts()
+
+
+def test_declined_requests_count_under_their_cause(wire):
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    for rid, cause in (("a", "opt_out"), ("b", "parameter")):
+        server.client.close(rid)
+        server.client.decline(rid, cause)
+    assert all(server.client.knows(rid) for rid in server.texts)
+    server.run()
+    server.expect_plain_texts()
+    counts = server.client.stats.plain_decode
+    assert counts["opt_out"] == counts["parameter"] == NUM_TOKENS - 1
+    server.client.close("a")
+    assert not server.client.knows("a")
 
 
 @pytest.mark.parametrize("direction", ["to_drafter", "to_target"])

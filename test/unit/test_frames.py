@@ -62,7 +62,7 @@ REPLY = SpeculateReply(
     served=["hit", "jit", "none"],
     bonus_ranks=[0, -1, -1],
 )
-STATUS = DrafterStatus(*range(10), 0.5)
+STATUS = DrafterStatus(*range(10), 0.5, 0.25, 3, 1 << 30, 0)
 
 TO_DRAFTER = [
     (HELLO, None),

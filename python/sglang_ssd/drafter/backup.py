@@ -3,7 +3,7 @@
     outcome             backup jit    backup none     mode sync
     hit, chain_hit      K             K               K "sync"
     miss                K "jit"       0 "none"        K "sync"
-    long way behind     0 "none"      0 "none"        0 "none"
+    long way behind     0 "prefill"   0 "prefill"     0 "prefill"
 
 A hit whose branch is only partly drafted is finished with single-row steps: the longest part is
 there. A row that is far behind (its prompt is still being prefilled) is answered at once without
@@ -44,7 +44,7 @@ def plan_answer(
 ) -> Answer:
     """See the table above."""
     if num_unfed > most_catch_up(num_steps):
-        return Answer(num_drafts=0, served="none")
+        return Answer(num_drafts=0, served="prefill")
     if mode == "sync":
         return Answer(num_drafts=num_steps, served="sync")
     if kind != "miss":

@@ -30,6 +30,7 @@ class DraftingStats(msgspec.Struct):
     jit_steps: int = 0
     prefill_tokens: int = 0
     drafting_seconds: float = 0.0
+    branch_step_seconds: float = 0.0
 
 
 class Drafting:
@@ -98,6 +99,7 @@ class Drafting:
         )
         seconds = self._note("branch step", started, rows=len(ranked), sequences=len(seqs))
         self.stats.branch_steps += 1
+        self.stats.branch_step_seconds += seconds
         start = 0
         for seq, slots in zip(seqs, new_slots, strict=True):
             end = start + len(slots)

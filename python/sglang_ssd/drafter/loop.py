@@ -31,6 +31,7 @@ import msgspec
 from sglang_ssd.config import SsdConfig
 from sglang_ssd.drafter.backup import plan_answer
 from sglang_ssd.drafter.drafting import Drafting, grow_chain
+from sglang_ssd.drafter.footprint import device_bytes, resident_bytes
 from sglang_ssd.drafter.handshake import Abilities, answer_hello, fan_out_for
 from sglang_ssd.drafter.model_step import ModelStep
 from sglang_ssd.drafter.outbox import Outbox, ReplyRow
@@ -132,6 +133,10 @@ class DraftLoop:
             stale_commits=self.stats.stale_commits,
             protocol_errors=self.stats.protocol_errors + self._transport.stats.malformed,
             drafting_seconds=drafting.drafting_seconds,
+            branch_step_seconds=drafting.branch_step_seconds,
+            dropped_replies=self._transport.stats.dropped,
+            resident_bytes=resident_bytes(),
+            device_bytes=device_bytes(),
         )
 
     # Messages -----------------------------------------------------------------------------------

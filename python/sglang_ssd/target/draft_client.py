@@ -11,19 +11,19 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 
-import msgspec
-
+from sglang_ssd.target.stats import DRAFTED_SERVED, ClientStats, PlainCause
 from sglang_ssd.trace import Tracer
 from sglang_ssd.wire.frames import check_token_ids
 from sglang_ssd.wire.messages import (
     DraftClose,
+    DrafterStatus,
     DraftRule,
     DraftSync,
     Served,
     SpeculateReply,
+    StatusRequest,
     ToTarget,
     VerifyCommit,
 )
@@ -32,7 +32,7 @@ from sglang_ssd.wire.transport import Transport
 logger = logging.getLogger(__name__)
 
 _MAX_SKIPPED_ROUNDS = 64
-_HOPELESS: frozenset[Served] = frozenset({"full", "context"})
+_HOPELESS: dict[Served, PlainCause] = {"full": "full", "context": "context"}
 
 
 class DraftSequence:
@@ -47,6 +47,7 @@ class DraftSequence:
         "rule",
         "served",
         "tokens",
+        "told_len",
     )
 
     def __init__(self, *, rid: str, generation: int, rule: DraftRule, tokens: array[int]) -> None:
@@ -55,31 +56,14 @@ class DraftSequence:
         self.rule = rule
         self.tokens = tokens  # all committed ids, the bonus included
         self.acked_len = len(tokens)
+        self.told_len = len(tokens)  # committed length that the drafter was last told of
         self.reply_len = -1  # committed length that `drafts` continue
         self.drafts: list[int] = []
         self.served: Served = "none"
 
-
-class ClientStats(msgspec.Struct):
-    """Counts since start. rows of a round = on_time + late + plain; on_time = sum(served)."""
-
-    rounds: int = 0
-    rows: int = 0
-    on_time_rows: int = 0
-    drafted_rows: int = 0
-    late_rows: int = 0
-    plain_rows: int = 0
-    correct_drafts: int = 0
-    reply_wait_seconds: float = 0.0
-    waits: int = 0
-    missed_deadlines: int = 0
-    stale_replies: int = 0
-    bad_replies: int = 0
-    resyncs: int = 0
-    degraded: bool = False
-    served: dict[str, int] = msgspec.field(default_factory=dict)
-    served_correct: dict[str, int] = msgspec.field(default_factory=dict)
-    bonus_rank: dict[str, int] = msgspec.field(default_factory=dict)
+    @property
+    def awaits_reply(self) -> bool:
+        return self.reply_len != len(self.tokens) == self.told_len
 
 
 class DraftClient:
@@ -93,6 +77,7 @@ class DraftClient:
         vocab_size: int,
         reply_deadline_s: float,
         drafter_alive: Callable[[], bool],
+        max_batch_size: int | None = None,
         tracer: Tracer | None = None,
     ) -> None:
         self._transport = transport
@@ -100,8 +85,11 @@ class DraftClient:
         self._vocab_size = vocab_size
         self._reply_deadline_s = reply_deadline_s
         self._drafter_alive = drafter_alive
+        self._max_batch_size = max_batch_size
         self._tracer = tracer or Tracer(None, "")
         self._sequences: dict[str, DraftSequence] = {}
+        self._declined: dict[str, PlainCause] = {}
+        self._batch_too_large = False
         self._next_generation = 1
         self._strikes = 0
         self._skip_rounds = 0
@@ -109,13 +97,19 @@ class DraftClient:
         self._dead = False
         self._told_idle = True
         self.stats = ClientStats()
+        self.drafter_status: DrafterStatus | None = None
 
     @property
     def num_live(self) -> int:
         return len(self._sequences)
 
-    def is_live(self, rid: str) -> bool:
-        return rid in self._sequences
+    def knows(self, rid: str) -> bool:
+        """Whether the request was opened or declined before."""
+        return rid in self._sequences or rid in self._declined
+
+    def decline(self, rid: str, cause: PlainCause) -> None:
+        """This request decodes plainly, for this cause, until it is closed."""
+        self._declined[rid] = cause
 
     def open(self, *, rid: str, tokens: Sequence[int], rule: DraftRule) -> None:
         """Start mirroring a request whose ids so far are `tokens`; replaces an older opening."""
@@ -140,7 +134,7 @@ class DraftClient:
             sequence.tokens.extend(tokens)
             live.append(sequence)
             verified.append(num)
-        if live:
+        if live and not self._batch_too_large:
             self._send_commit(live, verified)
 
     def collect(self, rids: Sequence[str]) -> list[list[int]]:
@@ -149,12 +143,26 @@ class DraftClient:
         self.stats.rows += len(rids)
         rows = [self._sequences.get(rid) for rid in rids]
         mirrored = [row for row in rows if row is not None]
-        if mirrored:
+        limit = self._max_batch_size
+        self._batch_too_large = limit is not None and len(rids) > limit
+        if self._batch_too_large:
+            self.receive()
+        elif mirrored:
             self._wait_for(mirrored)
-        return [self._take_drafts(row) for row in rows]
+        return [self._take_drafts(rid, row) for rid, row in zip(rids, rows, strict=True)]
+
+    def receive(self) -> None:
+        """Take in what has arrived; waits for nothing."""
+        for message, ids in self._transport.receive(0.0):
+            self._handle(message, ids)
+
+    def request_status(self) -> None:
+        """Ask for the drafter's own numbers; `drafter_status` has them when they come."""
+        self._send(StatusRequest())
 
     def close(self, rid: str) -> None:
         """Forget a request on both sides; harmless if it is not mirrored."""
+        self._declined.pop(rid, None)
         sequence = self._sequences.pop(rid, None)
         if sequence is not None:
             self._send(DraftClose(rids=[rid], generations=[sequence.generation]))
@@ -162,18 +170,20 @@ class DraftClient:
     def close_all(self) -> None:
         """The drafter must hold nothing of ours."""
         self._sequences.clear()
+        self._declined.clear()
         self._send(DraftClose(rids=[], generations=[], close_all=True))
 
     def note_idle(self) -> None:
         """The server is idle: close what is left, once per idle spell, should a close be lost."""
         if not self._told_idle:
             self._told_idle = True
+            self._batch_too_large = False
             self.close_all()
 
     def note_correct_drafts(self, rids: Sequence[str], num_correct: Sequence[int]) -> None:
         """Count how the drafts of the round fared, by how they were served."""
+        self.stats.count_accepted(num_correct)
         for rid, num in zip(rids, num_correct, strict=True):
-            self.stats.correct_drafts += num
             sequence = self._sequences.get(rid)
             if sequence is not None and sequence.reply_len == len(sequence.tokens):
                 counts = self.stats.served_correct
@@ -201,6 +211,7 @@ class DraftClient:
         ids = array("i")
         for sequence in live:
             ids.extend(sequence.tokens[sequence.acked_len :])
+            sequence.told_len = len(sequence.tokens)
         self._send(
             VerifyCommit(
                 round_id=self.stats.rounds,
@@ -214,7 +225,9 @@ class DraftClient:
         )
 
     def _send(
-        self, message: DraftSync | VerifyCommit | DraftClose, ids: array[int] | None = None
+        self,
+        message: DraftSync | VerifyCommit | DraftClose | StatusRequest,
+        ids: array[int] | None = None,
     ) -> None:
         if not self._is_dead():
             self._transport.send(message, [] if ids is None else [ids])
@@ -259,7 +272,7 @@ class DraftClient:
             self._warn(f"no drafts within {self._reply_deadline_s * 1000:g} ms")
 
     def _is_missing(self, rows: list[DraftSequence]) -> bool:
-        return any(row.reply_len != len(row.tokens) and self._is_current(row) for row in rows)
+        return any(row.awaits_reply and self._is_current(row) for row in rows)
 
     def _warn(self, reason: str) -> None:
         self.stats.degraded = True
@@ -277,19 +290,30 @@ class DraftClient:
             self._warn("the drafter process has ended")
         return self._dead
 
-    def _take_drafts(self, row: DraftSequence | None) -> list[int]:
-        if row is None or not self._is_current(row):
-            self.stats.plain_rows += 1
+    def _take_drafts(self, rid: str, row: DraftSequence | None) -> list[int]:
+        cause = self._why_plain(rid, row)
+        if cause is not None:
+            self.stats.count_plain(cause)
             return []
-        if row.reply_len != len(row.tokens):
-            self.stats.late_rows += 1
-            return []
-        self.stats.on_time_rows += 1
-        self.stats.drafted_rows += bool(row.drafts)
-        self.stats.served[row.served] = self.stats.served.get(row.served, 0) + 1
+        assert row is not None, "a row without a sequence decodes plainly"
+        self.stats.count_served(row.served)
         return row.drafts
 
+    def _why_plain(self, rid: str, row: DraftSequence | None) -> PlainCause | None:
+        """Why this row has no reply to use; None if it has one."""
+        if row is None or not self._is_current(row):
+            return self._declined.get(rid, "drafter_down" if self._dead else "ending")
+        if self._batch_too_large or row.told_len != len(row.tokens):
+            return "batch_size"
+        if row.reply_len != len(row.tokens):
+            return "late"
+        if not row.drafts and row.served in DRAFTED_SERVED:
+            return "bad_reply"
+        return None
+
     def _handle(self, message: ToTarget, ids: list[int]) -> None:
+        if isinstance(message, DrafterStatus):
+            self.drafter_status = message
         if not isinstance(message, SpeculateReply):
             return
         self._skip_rounds = 0  # it lives: the next round may wait again
@@ -311,6 +335,7 @@ class DraftClient:
             return
         if served in _HOPELESS:
             self.close(rid)
+            self.decline(rid, _HOPELESS[served])
             return
         base = message.base_committed_lens[index]
         if base != len(sequence.tokens):
@@ -324,17 +349,4 @@ class DraftClient:
         sequence.reply_len = base
         sequence.drafts = drafts
         sequence.served = served
-        rank = str(message.bonus_ranks[index])
-        self.stats.bonus_rank[rank] = self.stats.bonus_rank.get(rank, 0) + 1
-
-
-def summarize(stats: ClientStats) -> dict[str, object]:
-    """The counters with the rates that people read, as plain JSON types."""
-    served = Counter(stats.served)
-    hits = served["hit"] + served["chain_hit"]
-    misses = served["jit"] + served["none"]
-    return {
-        **msgspec.to_builtins(stats),
-        "hit_rate": hits / (hits + misses) if hits + misses else 0.0,
-        "on_time_rate": stats.on_time_rows / max(1, stats.on_time_rows + stats.late_rows),
-    }
+        self.stats.count_rank(message.bonus_ranks[index])

@@ -84,6 +84,7 @@ def connect(
         vocab_size=vocab_size,
         reply_deadline_s=config.reply_deadline_ms / 1000,
         drafter_alive=alive,
+        max_batch_size=config.max_batch_size,
         tracer=tracer,
     )
 

@@ -19,8 +19,9 @@ from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.core.shared_noise import next_copy_seed
 from sglang_ssd.drafter.process import DrafterHandle, settings_for_target, start_drafter
 from sglang_ssd.platform.cpu import drafter_cores
-from sglang_ssd.target.draft_client import DraftClient, summarize
+from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.handshake import connect
+from sglang_ssd.target.stats import summarize
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class SamplingParamsView(Protocol):
@@ -12,6 +12,7 @@ class SamplingParamsView(Protocol):
     presence_penalty: float
     repetition_penalty: float
     min_new_tokens: int
+    custom_params: dict[str, Any] | None
 
 
 class RequestView(Protocol):
@@ -40,3 +41,9 @@ def needs_plain_decode(req: RequestView) -> str | None:
         "return_sampling_mask": req.return_sampling_mask,
     }
     return next((name for name, applies in causes.items() if applies), None)
+
+
+def opts_out(req: RequestView) -> bool:
+    """Whether the client asked for plain decode: custom_params={"ssd": false}."""
+    custom_params = req.sampling_params.custom_params
+    return custom_params is not None and custom_params.get("ssd") is False

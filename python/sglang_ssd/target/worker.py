@@ -24,7 +24,8 @@ from sglang_ssd.core.acceptance import accept_chain
 from sglang_ssd.core.shared_noise import request_seed
 from sglang_ssd.target import hooks
 from sglang_ssd.target.draft_client import DraftClient
-from sglang_ssd.target.plain_decode import needs_plain_decode
+from sglang_ssd.target.plain_decode import needs_plain_decode, opts_out
+from sglang_ssd.target.stats import PlainCause
 from sglang_ssd.target.verify import (
     CoupledSampler,
     SSDDraftInput,
@@ -137,16 +138,23 @@ class SSDWorker(BaseSpecWorker):
 
     def _open_sequences(self, client: DraftClient, reqs: list[Req]) -> None:
         for req in reqs:
-            if client.is_live(req.rid) or not self._speculates(req):
+            if client.knows(req.rid):
                 continue
-            client.open(rid=req.rid, tokens=req.full_untruncated_fill_ids, rule=self._rule(req))
+            cause = self._why_plain(req)
+            if cause is None:
+                client.open(rid=req.rid, tokens=req.full_untruncated_fill_ids, rule=self._rule(req))
+            else:
+                client.decline(req.rid, cause)
 
-    def _speculates(self, req: Req) -> bool:
-        """Whether drafts could ever serve this request: not scoring, health checks or aborts."""
+    def _why_plain(self, req: Req) -> PlainCause | None:
+        """Why drafts could never serve this request: scoring, health checks and aborts end here."""
         max_new_tokens = req.sampling_params.max_new_tokens
         num_left = None if max_new_tokens is None else max_new_tokens - len(req.output_ids)
-        ends_here = num_left is not None and num_left <= 1
-        return not (ends_here or req.to_finish or needs_plain_decode(req))
+        if req.to_finish or (num_left is not None and num_left <= 1):
+            return "ending"
+        if opts_out(req):
+            return "opt_out"
+        return "parameter" if needs_plain_decode(req) else None
 
     def _commit_first_tokens(
         self, client: DraftClient, reqs: list[Req], next_token_ids: torch.Tensor

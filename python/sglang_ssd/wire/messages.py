@@ -17,20 +17,20 @@ from typing import Annotated, Literal
 
 import msgspec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Length = Annotated[int, msgspec.Meta(ge=1)]
 Rank = Annotated[int, msgspec.Meta(ge=-1)]
 
-Served = Literal["hit", "chain_hit", "jit", "sync", "none", "full", "context", "unknown"]
+Served = Literal["hit", "chain_hit", "jit", "sync", "none", "prefill", "full", "context", "unknown"]
 """How a reply row came about.
 
 hit: a drafted branch was the outcome. chain_hit: fewer drafts than sent were verified and the bonus
 is the chain's own next token. jit: drafted after a miss. sync: `mode="sync"`. Rows without drafts:
-none (a miss under backup "none", or the prompt is not prefilled yet), full (no slot or table row),
-context (past the drafter's context), unknown (no such sequence: the target must send DraftSync
-again).
+none (a miss under backup "none"), prefill (the prompt is not prefilled yet), full (no slot or
+table row), context (past the drafter's context), unknown (no such sequence: the target must send
+DraftSync again).
 """
 
 
@@ -133,6 +133,10 @@ class DrafterStatus(msgspec.Struct, frozen=True, tag="status"):
     stale_commits: int
     protocol_errors: int
     drafting_seconds: float  # wall time inside drafter forwards
+    branch_step_seconds: float  # of it, inside branch steps
+    dropped_replies: int  # the target's queue was full, or it was gone
+    resident_bytes: int
+    device_bytes: int  # 0 on a CPU
 
 
 ToDrafter = Hello | DraftSync | VerifyCommit | DraftClose | StatusRequest
