@@ -119,14 +119,21 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = "auto"
     drafter_max_total_tokens: Annotated[
         PositiveInt | None,
-        _help("KV slots of the drafter. Left out: as many as its share of memory holds."),
+        _help(
+            "KV slots of the drafter. Left out: as many as its share of memory holds, "
+            "on CPU 1 GiB of them."
+        ),
     ] = None
     drafter_max_sequences: Annotated[
         PositiveInt | None,
         _help("Requests drafted for at the same time; others decode plainly."),
     ] = None
     drafter_mem_fraction: Annotated[
-        Share, _help("Share of its device's free memory that the drafter may take.")
+        Share,
+        _help(
+            "Share of its device's free memory that the drafter may take. Without effect on CPU, "
+            "whose memory it shares with the target."
+        ),
     ] = 0.8
     drafter_context_length: Annotated[
         PositiveInt | None,

@@ -146,43 +146,6 @@ def test_end_of_text_inside_a_run(server: Server, reference: Reference) -> None:
     assert len(goes_on.output_ids) == 64
 
 
-@pytest.mark.parametrize("kind", ["self", "random"])
-def test_grammars_beside_plain_requests(
-    kind: DrafterKind, size: Size, pool: ServerPool, reference: Reference, spec_for: Any
-) -> None:
-    """Red when the grammar's state and the accepted run get out of step, or leak to a neighbour."""
-    server = pool.get(spec_for(kind, num_steps=NUM_STEPS))
-    constraints = [
-        {"json_schema": SCHEMA},
-        {"regex": r"(yes|no)"},
-        {"ebnf": EBNF},
-        {"regex": r"[0-9]{3}-[a-z]{2,6}!"},
-        {"json_schema": json.dumps({"type": "string", "const": "exactly this and nothing else"})},
-    ]
-    prompts = load_prompts(server.spec.model, size.num_constrained)
-    cases = [
-        Request(
-            prompt.input_ids,
-            {"max_new_tokens": 40, **(constraints[index // 2 % 5] if index % 2 else {})},
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-    counter = RoundCounter(server)
-    answers = generate_all(server.url, cases, concurrency=6)
-    assert_same(reference, cases, answers)
-    for case, answer in zip(cases, answers, strict=True):
-        if "regex" in case.params:
-            assert re.fullmatch(case.params["regex"], answer.text)
-        if "json_schema" in case.params and answer.finish["type"] == "stop":
-            json.loads(answer.text)
-    # The drafter knows no grammar: one that forces odd spellings may have no correct draft.
-    constrained = [
-        a.num_correct_drafts for c, a in zip(cases, answers, strict=True) if len(c.params) > 1
-    ]
-    assert kind != "self" or sum(constrained) > 0
-    assert counter.since().on_time_rows > 0
-
-
 def test_logit_bias_reaches_every_row(
     server: Server, reference: Reference, continuation: list[int], story_ids: tuple[int, ...]
 ) -> None:
@@ -330,3 +293,40 @@ def _wait_until_drained(server: Server) -> None:
     while server.ssd()["live_sequences"] and time.monotonic() < deadline:
         time.sleep(0.2)
     assert server.ssd()["live_sequences"] == 0
+
+
+@pytest.mark.parametrize("kind", ["self", "random"])
+def test_grammars_beside_plain_requests(
+    kind: DrafterKind, size: Size, pool: ServerPool, reference: Reference, spec_for: Any
+) -> None:
+    """Red when the grammar's state and the accepted run get out of step, or leak to a neighbour."""
+    server = pool.get(spec_for(kind, num_steps=NUM_STEPS))
+    constraints = [
+        {"json_schema": SCHEMA},
+        {"regex": r"(yes|no)"},
+        {"ebnf": EBNF},
+        {"regex": r"[0-9]{3}-[a-z]{2,6}!"},
+        {"json_schema": json.dumps({"type": "string", "const": "exactly this and nothing else"})},
+    ]
+    prompts = load_prompts(server.spec.model, size.num_constrained)
+    cases = [
+        Request(
+            prompt.input_ids,
+            {"max_new_tokens": 40, **(constraints[index // 2 % 5] if index % 2 else {})},
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    counter = RoundCounter(server)
+    answers = generate_all(server.url, cases, concurrency=6)
+    assert_same(reference, cases, answers)
+    for case, answer in zip(cases, answers, strict=True):
+        if "regex" in case.params:
+            assert re.fullmatch(case.params["regex"], answer.text)
+        if "json_schema" in case.params and answer.finish["type"] == "stop":
+            json.loads(answer.text)
+    # The drafter knows no grammar: one that forces odd spellings may have no correct draft.
+    constrained = [
+        a.num_correct_drafts for c, a in zip(cases, answers, strict=True) if len(c.params) > 1
+    ]
+    assert kind != "self" or sum(constrained) > 0
+    assert counter.since().on_time_rows > 0
