@@ -27,7 +27,7 @@ from sglang_ssd.wire.messages import (
     ToTarget,
     VerifyCommit,
 )
-from sglang_ssd.wire.transport import Transport
+from sglang_ssd.wire.transport import Transport, TransportStats
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,10 @@ class DraftClient:
     @property
     def num_live(self) -> int:
         return len(self._sequences)
+
+    @property
+    def transport_stats(self) -> TransportStats:
+        return self._transport.stats
 
     def knows(self, rid: str) -> bool:
         """Whether the request was opened or declined before."""

@@ -13,7 +13,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_device, get_parallel, get_spec
+from sglang.srt.runtime_context import get_device, get_observability, get_parallel, get_spec
 
 from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.core.shared_noise import next_copy_seed
@@ -21,6 +21,8 @@ from sglang_ssd.drafter.process import DrafterHandle, settings_for_target, start
 from sglang_ssd.platform.cpu import drafter_cores
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.handshake import connect
+from sglang_ssd.target.metrics import MetricsExporter
+from sglang_ssd.target.reporting import RoundReporter
 from sglang_ssd.target.stats import summarize
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ ALGORITHM = "SSD"
 
 _drafter: DrafterHandle | None = None
 _client: DraftClient | None = None
+_reporter: RoundReporter | None = None
+_metric_labels: dict[str, str] | None = None
+"""SGLang's own labels of this scheduler; None without --enable-metrics."""
 
 
 def register_hooks() -> None:
@@ -55,9 +60,11 @@ def register_hooks() -> None:
 
 def start_before_target_loads(scheduler: Scheduler) -> None:
     """Rank 0 starts its drafter, so that both models load at the same time."""
-    global _drafter
+    global _drafter, _metric_labels
     if get_spec().speculative_algorithm != ALGORITHM or get_parallel().tp_rank != 0:
         return
+    if scheduler.metrics_collector is not None:
+        _metric_labels = dict(scheduler.metrics_collector.labels)
     config = load_config()
     if config.mode == "off" or config.endpoint is not None:
         return
@@ -96,10 +103,22 @@ def connect_client(
     return _client
 
 
+def make_reporter(client: DraftClient) -> RoundReporter:
+    """What tells of this process's rounds; made after the spawn, as metrics.py asks for."""
+    global _reporter
+    exporter = None if _metric_labels is None else MetricsExporter(_metric_labels)
+    _reporter = RoundReporter(
+        client, exporter=exporter, log_interval=get_observability().decode_log_interval
+    )
+    return _reporter
+
+
 def close_when_idle(result: None, scheduler: Scheduler) -> None:
     """on_idle polls while the server has no batch; a server that is wholly idle mirrors nothing."""
     if _client is not None and scheduler.is_fully_idle():
         _client.note_idle()
+    if _reporter is not None:
+        _reporter.note_idle()
 
 
 def close_released_request(result: None, req: Any, *args: Any, **kwargs: Any) -> None:

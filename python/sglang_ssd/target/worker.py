@@ -25,6 +25,7 @@ from sglang_ssd.core.shared_noise import request_seed
 from sglang_ssd.target import hooks
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.plain_decode import needs_plain_decode, opts_out
+from sglang_ssd.target.reporting import RoundClock, RoundReporter
 from sglang_ssd.target.stats import PlainCause
 from sglang_ssd.target.verify import (
     CoupledSampler,
@@ -85,6 +86,9 @@ class SSDWorker(BaseSpecWorker):
                 num_steps=self._num_steps,
                 tracer=self._tracer,
             )
+        self._reporter: RoundReporter | None = None
+        if self._client is not None:
+            self._reporter = hooks.make_reporter(self._client)
 
     @property
     def draft_worker(self) -> None:
@@ -105,7 +109,9 @@ class SSDWorker(BaseSpecWorker):
         """One prefill chunk, or one round: drafts in, verify, accept, outcome out."""
         if batch.forward_mode.is_extend() or batch.forward_mode.is_idle():
             return self._prefill(batch, on_publish)
+        times = RoundClock()
         drafts = self._collect_drafts(batch)
+        times.note_drafts()
         verify = self._prepare_verify(batch, drafts)
         with self._tracer.span("verify", rows=len(batch.reqs), width=drafts.width):
             result = self._target_worker.forward_batch_generation(batch, is_verify=True)
@@ -115,7 +121,9 @@ class SSDWorker(BaseSpecWorker):
                 drafts.tokens[:, : drafts.width - 1], target_tokens, drafts.num_drafts
             )
             self._fill_result(batch, result, target_tokens, accept_lens, on_publish)
-            self._commit(batch, drafts, target_tokens, num_correct)
+            self._commit(batch, drafts, target_tokens, num_correct, times)
+        if self._reporter is not None:
+            self._reporter.note_round(times)
         batch.forward_mode = ForwardMode.DECODE
         return result
 
@@ -256,12 +264,14 @@ class SSDWorker(BaseSpecWorker):
         drafts: Drafts,
         target_tokens: torch.Tensor,
         num_correct: torch.Tensor,
+        times: RoundClock,
     ) -> None:
         """Tell the drafter how the round ended: the round's one device-to-host sync, on rank 0."""
         if self._client is None:
             return
         rids = [req.rid for req in batch.reqs]
         correct: list[int] = num_correct.tolist()
+        times.note_outcome()
         tokens: list[list[int]] = target_tokens.tolist()
         self._client.note_correct_drafts(rids, correct)
         self._client.commit(

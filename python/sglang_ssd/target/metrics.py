@@ -1,0 +1,207 @@
+"""The Prometheus metrics that SSD adds to SGLang's own /metrics, with --enable-metrics.
+
+SGLang uses prometheus_client's multiprocess mode: the scheduler process writes values to files and
+the HTTP process collects them. So prometheus_client may be imported here only once that mode is
+chosen, in the scheduler process, and what is exported must be its own counters. They follow
+ClientStats and the drafter's DrafterStatus by differences, at intervals; the times of a round alone
+are observed one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from sglang_ssd.target.stats import ClientStats
+from sglang_ssd.wire.messages import DrafterStatus
+from sglang_ssd.wire.transport import TransportStats
+
+PREFIX = "sglang:ssd_"
+
+TIME_BUCKETS = (
+    *(0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05),
+    *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
+)
+"""Seconds; upper bounds."""
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One metric; `name` lacks the prefix, and a counter's lacks "_total"."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    label: str | None = None
+    """Of its own, beside SGLang's."""
+
+    @property
+    def sample_names(self) -> tuple[str, ...]:
+        """The names that queries use."""
+        if self.kind == "counter":
+            return (f"{PREFIX}{self.name}_total",)
+        if self.kind == "gauge":
+            return (PREFIX + self.name,)
+        return tuple(f"{PREFIX}{self.name}_{part}" for part in ("bucket", "sum", "count"))
+
+
+METRICS = (
+    Metric("rounds", "counter", "Rounds, counted per request: hits + misses + plain decode."),
+    Metric("hits", "counter", "Rounds whose outcome was guessed, drafts ready."),
+    Metric("misses", "counter", "Rounds whose outcome was not guessed."),
+    Metric("plain_decode_rounds", "counter", "Rounds without speculation, by cause.", "cause"),
+    Metric("correct_drafts", "counter", "Drafts that the target agreed with."),
+    Metric(
+        "accept_length_rounds",
+        "counter",
+        "Rounds by the tokens they gained, bonus included.",
+        "accept_length",
+    ),
+    Metric(
+        "bonus_rank_replies",
+        "counter",
+        "Replies by the rank of the bonus among the guesses; -1: not guessed.",
+        "rank",
+    ),
+    Metric("round_seconds", "histogram", "From asking for drafts until the outcome is sent."),
+    Metric("verify_seconds", "histogram", "From drafts in hand until the outcome is known."),
+    Metric("reply_wait_seconds", "histogram", "Wait for the drafter's reply in a round."),
+    Metric("missed_deadlines", "counter", "Rounds that waited for drafts in vain."),
+    Metric("dropped_replies", "counter", "Replies not used, by cause.", "cause"),
+    Metric("resyncs", "counter", "Requests that the drafter had lost and was told again."),
+    Metric("degraded", "gauge", "1 while the drafter is late or gone, else 0."),
+    Metric("live_sequences", "gauge", "Requests that the drafter mirrors, as the target knows."),
+    Metric("drafter_live_sequences", "gauge", "Sequences that the drafter holds."),
+    Metric("drafter_kv_usage", "gauge", "Share of the drafter's KV slots that is taken."),
+    Metric(
+        "drafter_memory_bytes", "gauge", "Memory of the drafter process, by where it is.", "kind"
+    ),
+    Metric("branch_steps", "counter", "Forwards over trees of branches."),
+    Metric("branch_step_seconds", "counter", "Time in forwards over trees of branches."),
+    Metric("drafting_seconds", "counter", "Time in all forwards of the drafter."),
+    Metric("jit_steps", "counter", "Forwards for requests that a target was waiting for."),
+    Metric("drafter_prefill_tokens", "counter", "Prompt tokens that the drafter has read."),
+    Metric(
+        "drafter_dropped_messages",
+        "counter",
+        "Messages that the drafter could not use or deliver, by cause.",
+        "cause",
+    ),
+)
+
+Values = dict[str, dict[str, float]]
+"""By metric and by the value of its own label, "" if it has none."""
+
+
+def values_of(
+    stats: ClientStats,
+    *,
+    num_live: int,
+    transport: TransportStats,
+    status: DrafterStatus | None,
+) -> Values:
+    """What every counter and gauge stands at."""
+    plain: dict[str, dict[str, int]] = {
+        "plain_decode_rounds": stats.plain_decode,
+        "accept_length_rounds": stats.accept_lens,
+        "bonus_rank_replies": stats.bonus_rank,
+        "dropped_replies": {
+            "stale": stats.stale_replies,
+            "bad": stats.bad_replies,
+            "malformed": transport.malformed,
+        },
+    }
+    single = {
+        "rounds": stats.rows,
+        "hits": stats.hits,
+        "misses": stats.misses,
+        "correct_drafts": stats.correct_drafts,
+        "missed_deadlines": stats.missed_deadlines,
+        "resyncs": stats.resyncs,
+        "degraded": int(stats.degraded),
+        "live_sequences": num_live,
+    }
+    values: Values = {name: {"": number} for name, number in single.items()}
+    values |= {name: dict(numbers) for name, numbers in plain.items()}
+    return values if status is None else values | _drafter_values(status)
+
+
+def _drafter_values(status: DrafterStatus) -> Values:
+    return {
+        "drafter_live_sequences": {"": status.live_sequences},
+        "drafter_kv_usage": {"": 1 - status.free_slots / max(1, status.total_slots)},
+        "drafter_memory_bytes": {
+            "resident": status.resident_bytes,
+            "device": status.device_bytes,
+        },
+        "branch_steps": {"": status.branch_steps},
+        "branch_step_seconds": {"": status.branch_step_seconds},
+        "drafting_seconds": {"": status.drafting_seconds},
+        "jit_steps": {"": status.jit_steps},
+        "drafter_prefill_tokens": {"": status.prefill_tokens},
+        "drafter_dropped_messages": {
+            "stale_commit": status.stale_commits,
+            "protocol_error": status.protocol_errors,
+            "undelivered_reply": status.dropped_replies,
+        },
+    }
+
+
+class MetricsExporter:
+    """Keeps prometheus_client's objects at the values; labels: SGLang's own of this scheduler."""
+
+    def __init__(self, labels: dict[str, str], *, registry: Any = None) -> None:
+        # Importing it chooses the kind of values for the whole process: see the module docstring.
+        import prometheus_client
+
+        registry = registry or prometheus_client.REGISTRY
+        kinds: dict[str, tuple[Any, dict[str, Any]]] = {
+            "counter": (prometheus_client.Counter, {}),
+            "gauge": (prometheus_client.Gauge, {"multiprocess_mode": "mostrecent"}),
+            "histogram": (prometheus_client.Histogram, {"buckets": TIME_BUCKETS}),
+        }
+        self._labels = labels
+        self._metrics: dict[str, Any] = {}
+        self._own_labels = {metric.name: metric.label for metric in METRICS}
+        self._kinds = {metric.name: metric.kind for metric in METRICS}
+        self._children: dict[tuple[str, str], Any] = {}
+        self._exported: dict[tuple[str, str], float] = {}
+        for metric in METRICS:
+            make, options = kinds[metric.kind]
+            names = [*labels, *([metric.label] if metric.label else [])]
+            self._metrics[metric.name] = make(
+                PREFIX + metric.name, metric.text, labelnames=names, registry=registry, **options
+            )
+        self._round, self._verify, self._wait = (
+            self._child(f"{name}_seconds", "") for name in ("round", "verify", "reply_wait")
+        )
+
+    def observe_round(self, *, round_s: float, verify_s: float, wait_s: float) -> None:
+        self._round.observe(round_s)
+        self._verify.observe(verify_s)
+        self._wait.observe(wait_s)
+
+    def export(self, values: Values) -> None:
+        """Move every counter and gauge on; a counter that fell was started anew."""
+        for name, numbers in values.items():
+            for label_value, number in numbers.items():
+                key = (name, label_value)
+                before = self._exported.get(key)
+                if before == number:
+                    continue
+                self._exported[key] = number
+                child = self._child(name, label_value)
+                if self._kinds[name] == "gauge":
+                    child.set(number)
+                elif before is None or number < before:
+                    child.inc(number)
+                else:
+                    child.inc(number - before)
+
+    def _child(self, name: str, label_value: str) -> Any:
+        key = (name, label_value)
+        if key not in self._children:
+            own_label = self._own_labels[name]
+            labels = self._labels if own_label is None else {**self._labels, own_label: label_value}
+            self._children[key] = self._metrics[name].labels(**labels)
+        return self._children[key]
