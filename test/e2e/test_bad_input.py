@@ -71,7 +71,6 @@ CASES = (
     Case("cores", config={"target_cores": "0-9999"}, says=("target-cores", "9999")),
     Case("page-size", ("--page-size", "16"), says=("page-size 16", "1")),
     Case("pipeline", ("--pp-size", "2"), says=("pp-size", "2")),
-    Case("data-parallel", ("--dp-size", "2"), says=("dp-size", "2")),
     Case(
         "dp-attention",
         ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),

@@ -10,6 +10,7 @@ from sglang_ssd.platform.affinity import (
     core_reasons,
     format_cores,
     parse_cores,
+    share_of,
     split_cores,
 )
 
@@ -62,3 +63,18 @@ def test_without_a_drafter_the_target_has_every_core() -> None:
     assert split_cores(SsdConfig(), (0, 1), drafter_beside=False).target == (0, 1)
     config = SsdConfig(target_cores="1")
     assert split_cores(config, (0, 1), drafter_beside=False).target == (1,)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "shares"),
+    [
+        (1, [(0,), (0,)]),
+        (2, [(0,), (1,)]),
+        (5, [(0, 1), (2, 3, 4)]),
+        (2, [(0,), (1,), (0,)]),
+    ],
+)
+def test_replicas_divide_the_cores(num_cores: int, shares: list[tuple[int, ...]]) -> None:
+    cores = tuple(range(num_cores))
+    num_shares = len(shares)
+    assert [share_of(cores, index=i, num_shares=num_shares) for i in range(num_shares)] == shares

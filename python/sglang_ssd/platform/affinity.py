@@ -2,7 +2,7 @@
 
 Every process of a server inherits the cores that its starter was lent (taskset, a container). The
 plugin asks for them once, before anything is pinned, so that the split is the same whoever computes
-it. TP ranks share the target's cores.
+it. Data-parallel replicas divide each side among themselves, TP ranks share the target's cores.
 """
 
 from __future__ import annotations
@@ -51,6 +51,14 @@ def split_cores(
     if drafter is None:
         drafter = _without(lent, target)
     return CoreSplit(target, drafter)
+
+
+def share_of(cores: tuple[int, ...], *, index: int, num_shares: int) -> tuple[int, ...]:
+    """The cores of one replica of several: a run of them, or one in turn where there are fewer."""
+    if len(cores) < num_shares:
+        return (cores[index % len(cores)],)
+    start, end = (len(cores) * edge // num_shares for edge in (index, index + 1))
+    return cores[start:end]
 
 
 def core_reasons(config: SsdConfig, lent: tuple[int, ...]) -> list[str]:

@@ -144,13 +144,13 @@ def bind_rank(original: Callable[..., str], *, numa_index: int, world_size: int)
 
     SGLang's own binding wants one NUMA node per rank unless that variable names cores for each.
     """
+    from sglang.srt.runtime_context import get_parallel, get_schedule
+
     if os.environ.get("SGLANG_CPU_OMP_THREADS_BIND", "all") != "all":
         text = original(numa_index=numa_index, world_size=world_size)
         cores, num_sharers = affinity.parse_cores(text), 1
     else:
-        cores, num_sharers = _target_cores(), world_size
-    from sglang.srt.runtime_context import get_schedule
-
+        cores, num_sharers = _target_cores(), world_size // get_parallel().dp_size
     if world_size > 1 and get_schedule().max_total_tokens is None:
         logger.warning(
             "SSD: %d ranks share this machine's memory, but SGLang sizes the KV cache of each as "
@@ -174,7 +174,8 @@ def drafter_cores(config: SsdConfig) -> str:
     """Cores for the drafter that this server starts; beside a target on an accelerator, all."""
     if not is_selected():
         return config.drafter_cores
-    return affinity.format_cores(affinity.split_cores(config, affinity.lent_cores()).drafter)
+    split = affinity.split_cores(config, affinity.lent_cores())
+    return affinity.format_cores(_of_this_replica(split.drafter))
 
 
 def _target_cores() -> tuple[int, ...]:
@@ -183,4 +184,12 @@ def _target_cores() -> tuple[int, ...]:
     config = load_config()
     speculates = get_spec().speculative_algorithm == "SSD" and config.mode != "off"
     split = affinity.split_cores(config, affinity.lent_cores(), drafter_beside=speculates)
-    return split.target
+    return _of_this_replica(split.target)
+
+
+def _of_this_replica(cores: tuple[int, ...]) -> tuple[int, ...]:
+    """What of a side's cores belongs to this process's data-parallel replica."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return affinity.share_of(cores, index=parallel.dp_rank or 0, num_shares=parallel.dp_size)

@@ -45,7 +45,6 @@ HONOURED_FLAGS = frozenset(
 ALLOWED_VALUES: dict[str, tuple[object, str]] = {
     "page_size": (1, "must be 1"),
     "pp_size": (1, "must be 1"),
-    "dp_size": (1, "must be 1"),
     "attn_dp_size": (1, "must be 1"),
     "attn_cp_size": (1, "must be 1"),
     "dcp_size": (1, "must be 1"),
