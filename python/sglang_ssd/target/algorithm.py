@@ -16,7 +16,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from sglang_ssd import compat
 from sglang_ssd.config import SettingsError, SsdConfig, read_config
 from sglang_ssd.config import validate as config_reasons
-from sglang_ssd.platform import affinity
+from sglang_ssd.platform import affinity, cpu
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ HONOURED_FLAGS = frozenset(
 ALLOWED_VALUES: dict[str, tuple[object, str]] = {
     "page_size": (1, "must be 1"),
     "pp_size": (1, "must be 1"),
-    "attn_dp_size": (1, "must be 1"),
+    "attn_dp_size": (1, "must be 1; --enable-dp-attention must be left out"),
     "attn_cp_size": (1, "must be 1"),
     "dcp_size": (1, "must be 1"),
     "enable_lora": (False, "must be left out"),
@@ -55,6 +55,12 @@ ALLOWED_VALUES: dict[str, tuple[object, str]] = {
     "tokenizer_worker_num": (1, "must be 1"),
 }
 """Settings of SGLang that SSD serves with one value only."""
+
+ALLOWED_ON_CPU: dict[str, tuple[object, str]] = {
+    "kv_cache_dtype": ("auto", "must be auto on the CPU platform"),
+    "enable_hierarchical_cache": (False, "must be left out on the CPU platform"),
+}
+"""What our CPU platform serves with one value only; on a GPU these are SGLang's own matter."""
 
 
 class SsdAlgorithm(CustomSpecAlgo):
@@ -165,7 +171,8 @@ def _step_reasons(server_args: ServerArgs) -> list[str]:
 
 def _value_reasons(server_args: ServerArgs) -> list[str]:
     reasons = []
-    for field, (allowed, words) in ALLOWED_VALUES.items():
+    on_cpu = ALLOWED_ON_CPU if cpu.is_selected() else {}
+    for field, (allowed, words) in {**ALLOWED_VALUES, **on_cpu}.items():
         value = getattr(server_args, field)
         if value is not None and value != allowed:
             reasons.append(f"{_flag(field)} {value}: {words}")
