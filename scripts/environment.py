@@ -31,6 +31,8 @@ MODELS = Path(os.environ.get("SGLANG_SSD_MODELS") or ROOT / ".cache" / "models")
 INSTALLED_GB = 11.5
 DOWNLOAD_GB = 4.5
 
+SERVER_MODULES = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler")
+
 NETWORK_SIGNS = (
     "NewConnectionError",
     "ConnectTimeoutError",
@@ -87,6 +89,8 @@ class Progress:
 def enter_environment() -> None:
     """Make or complete the environment, then run this same command with its python."""
     python = VENV / "bin" / "python"
+    # Images of containers set it; every process would then compile all of SGLang again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not _stamp_matches(python):
         with _one_at_a_time():
             if not _stamp_matches(python):  # another command may have finished it meanwhile
@@ -104,10 +108,36 @@ def _install(python: Path) -> None:
     project = f"{ROOT}[test,bench]"
     constraints = str(ROOT / "constraints.txt")
     _drop_half_installed()
-    # Compiling all modules would double the time; Python compiles the few that are imported.
+    # Compiling all modules would double the time; those that a server imports are compiled here,
+    # once, rather than by its four processes at the same time.
     arguments = ["install", "--no-compile", "-c", constraints, "-e", project]
     run_pip(python, arguments, stage="environment")
+    _import_once(python)
     _write_stamp(python)
+
+
+def _import_once(python: Path) -> None:
+    progress = Progress("environment")
+    process = subprocess.Popen(
+        [str(python), "-W", "ignore", "-c", f"import {', '.join(SERVER_MODULES)}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    with _ended_with_us(process):
+        while True:
+            progress.show("importing SGLang for the first time")
+            try:
+                _, said = process.communicate(timeout=2)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+    if process.returncode != 0:
+        reason = (said.strip().splitlines() or ["no reason given"])[-1]
+        fail(f"SGLang is installed in {VENV} but cannot be imported: {reason}")
+    progress.show("done", at_once=True)
+    Progress.close_line()
 
 
 def _make_venv(python: Path) -> None:
