@@ -54,6 +54,11 @@ def register_hooks() -> None:
     )
     HookRegistry.register(f"{tokenizer}._send_one_request", seed_parallel_samples, before)
     HookRegistry.register(
+        "sglang.srt.managers.detokenizer_manager.find_printable_text",
+        hold_back_half_characters,
+        after,
+    )
+    HookRegistry.register(
         f"{state}.SchedulerInternalStateController._add_speculative", add_ssd_state, after
     )
 
@@ -139,6 +144,17 @@ def seed_parallel_samples(manager: Any, tokenized_obj: Any) -> None:
         return
     tokenized_obj.sampling_params = copy.copy(shared)
     shared.sampling_seed = next_copy_seed(shared.sampling_seed)
+
+
+def hold_back_half_characters(printable: str, text: str) -> str | None:
+    """What to stream of a text whose last token ends within a character: all before it.
+
+    SGLang holds back words too, so a longer text may have less to show than it had before, and the
+    detokenizer sends that part twice; it happens when a round brings several tokens.
+    """
+    if get_spec().speculative_algorithm != ALGORITHM:
+        return None
+    return text.rstrip("\ufffd")
 
 
 def add_ssd_state(result: None, controller: Any, state: dict[str, Any]) -> None:
