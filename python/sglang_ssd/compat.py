@@ -23,6 +23,7 @@ HOOKED: dict[str, tuple[str, ...]] = {
     f"{SCHEDULER}.init_tp_model_worker": ("self",),
     f"{SCHEDULER}.on_idle": ("self",),
     f"{TOKENIZER_MANAGER}._send_one_request": ("self", "tokenized_obj"),
+    "sglang.srt.managers.detokenizer_manager.find_printable_text": ("text",),
     f"{INTERNAL_STATE}.SchedulerInternalStateController._add_speculative": ("self", "state"),
     "sglang.srt.mem_cache.common.release_kv_cache": ("req", "tree_cache", "checkpoint"),
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": (),
