@@ -232,6 +232,23 @@ def test_batches_above_the_limit_decode_plainly_and_leave_the_drafter_alone(wire
     server.expect_plain_texts()
 
 
+def test_the_drafters_own_numbers_come_beside_its_replies(wire):
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.round()
+    server.client.request_status()
+    assert server.client.drafter_status is None, "nobody waits for it"
+    server.round()
+    status = server.client.drafter_status
+    assert status is not None
+    assert status.live_sequences == len(PROMPTS)
+    assert status.branch_steps > 0
+    assert status.branch_step_seconds <= status.drafting_seconds
+    assert status.resident_bytes > 1 << 20
+    server.run()
+    server.expect_plain_texts()
+
+
 def test_declined_requests_count_under_their_cause(wire):
     server = Server(wire, draft_seed=0, backup="jit")
     server.start(NO_FAULTS, NO_FAULTS)
