@@ -99,7 +99,8 @@ def test_nothing_is_left_of_a_stopped_server(
     server = pool.take(spec_for(kind))
     socket = Path(server.drafter_endpoint().removeprefix("ipc://"))
     assert socket.exists()
-    case = Request("Once upon a time", {"max_new_tokens": 400, "ignore_eos": True})
+    # SGLang lets a running answer end before it stops, unless it is killed.
+    case = Request("Once upon a time", {"max_new_tokens": 60, "ignore_eos": True})
     with ThreadPoolExecutor(1) as clients:
         busy = clients.submit(stream, server.url, case)
         time.sleep(1)
