@@ -26,7 +26,9 @@ from tqdm import tqdm
 
 from report import add_out_flag, finish, print_table, warn_if_busy
 from sglang_ssd.target.draft_client import DraftClient
+from sglang_ssd.target.reply_deadline import ReplyDeadline
 from sglang_ssd.wire.messages import (
+    SCHEMA_VERSION,
     DraftClose,
     DraftRule,
     Hello,
@@ -40,7 +42,7 @@ VOCAB_SIZE = 151936
 PROMPT_TOKENS = 512
 WARM_UP_ROUNDS = 200
 HELLO = Hello(
-    schema_version=1,
+    schema_version=SCHEMA_VERSION,
     target_id="bench",
     num_steps=1,
     vocab_size=VOCAB_SIZE,
@@ -49,7 +51,12 @@ HELLO = Hello(
     allow_padded_vocab=False,
 )
 WELCOME = Welcome(
-    schema_version=1, drafter_pid=0, vocab_size=VOCAB_SIZE, context_len=4096, max_sequences=64
+    schema_version=SCHEMA_VERSION,
+    drafter_pid=0,
+    vocab_size=VOCAB_SIZE,
+    context_len=4096,
+    max_sequences=64,
+    drafter_id="bench",
 )
 
 
@@ -171,11 +178,12 @@ def measure_host(
     """DraftClient.commit and .collect a round; a sleep stands for the verify between them."""
     client = DraftClient(
         socket,
-        num_steps=num_steps,
-        vocab_size=VOCAB_SIZE,
-        reply_deadline_s=1.0,
-        drafter_alive=lambda: True,
+        hello=msgspec.structs.replace(HELLO, num_steps=num_steps),
+        deadline=ReplyDeadline(least_s=1.0, most_s=1.0),
+        resync_tokens=PROMPT_TOKENS,
     )
+    while client.state != "ready":
+        client.look(0.1)
     rids = [f"row-{index:028d}" for index in range(num_rows)]
     for rid in rids:
         client.open(rid=rid, tokens=range(PROMPT_TOKENS), rule=DraftRule())

@@ -24,7 +24,14 @@ HOOKED: dict[str, tuple[str, ...]] = {
     f"{SCHEDULER}.on_idle": ("self",),
     f"{TOKENIZER_MANAGER}._send_one_request": ("self", "tokenized_obj"),
     "sglang.srt.managers.detokenizer_manager.find_printable_text": ("text",),
+    f"{TOKENIZER_MANAGER}.__init__": (
+        "self",
+        "server_args",
+        "port_args",
+        "start_pd_bootstrap_service",
+    ),
     f"{INTERNAL_STATE}.SchedulerInternalStateController._add_speculative": ("self", "state"),
+    f"{INTERNAL_STATE}.SchedulerInternalStateController.get_internal_state": ("self", "recv_req"),
     "sglang.srt.mem_cache.common.release_kv_cache": ("req", "tree_cache", "checkpoint"),
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": (),
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": (

@@ -24,7 +24,9 @@ CONFIG_ENV = "SGLANG_SSD_CONFIG"
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 ALLOWED_TEXTS = {
-    "endpoint": "ipc://PATH or, on this machine, tcp://127.0.0.1:PORT",
+    "endpoint": "ipc://PATH, tcp://127.0.0.1:PORT or, with both keys, tcp://HOST:PORT",
+    "secret_key": "a .key_secret file of python -m sglang_ssd.keys",
+    "peer_keys": "a .key file of python -m sglang_ssd.keys",
     "drafter_device": "auto, cpu, cuda or cuda:N",
     "target_cores": "auto, or core numbers such as 0-2,5",
     "drafter_cores": "auto, or core numbers such as 0-2,5",
@@ -100,15 +102,48 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "its own."
         ),
     ] = None
+    secret_key: Annotated[str | None, _help("Our CURVE key, for a drafter on another machine.")] = (
+        None
+    )
+    peer_keys: Annotated[str | None, _help("The CURVE key of the drafter on another machine.")] = (
+        None
+    )
     reply_deadline_ms: Annotated[
         Positive, _help("Longest wait for drafts in a round; past it the round decodes plainly.")
     ] = 500.0
+    reply_deadline_min_ms: Annotated[
+        Positive,
+        _help(
+            "The wait adapts to twice the slowest of the last 64 replies, between this and "
+            "--ssd-reply-deadline-ms; as large as that, the wait is fixed."
+        ),
+    ] = 100.0
     start_timeout_s: Annotated[
         Positive, _help("Longest wait for the drafter to come up; past it the server stops.")
     ] = 180.0
     lease_s: Annotated[
         Positive, _help("The drafter frees a sequence of which it has not heard for this long.")
     ] = 10.0
+    restart_delay_s: Annotated[
+        Positive,
+        _help(
+            "Pause before a drafter of ours that ended is started again; each failure doubles it."
+        ),
+    ] = 0.5
+    restart_delay_max_s: Annotated[
+        Positive, _help("The pause before a restart of the drafter grows no longer than this.")
+    ] = 30.0
+    restart_healthy_s: Annotated[
+        Positive,
+        _help("A drafter that served this long begins anew with the shortest pause."),
+    ] = 30.0
+    resync_tokens: Annotated[
+        PositiveInt,
+        _help(
+            "Tokens of running requests that a drafter which is back is told per round at most; "
+            "at least one request is."
+        ),
+    ] = 4096
 
     drafter_device: Annotated[
         str, _help("Device of the drafter. auto: the kind of device that the target is on.")
@@ -239,10 +274,16 @@ def validate(config: SsdConfig, num_steps: int) -> list[str]:
         reasons.append(
             f"{flag_name('fan_out')} {_shown(fan_out)}: all zero; one at least must be positive"
         )
-    if config.endpoint is not None and not _is_local_endpoint(config.endpoint):
+    has_keys = config.secret_key is not None and config.peer_keys is not None
+    if config.endpoint is not None and not _is_endpoint(config.endpoint, has_keys=has_keys):
         reasons.append(
             f"{_reason('endpoint', config.endpoint)} (loopback hosts: {', '.join(LOOPBACK_HOSTS)})"
         )
+    for given, other in (("secret_key", "peer_keys"), ("peer_keys", "secret_key")):
+        if getattr(config, given) is not None and getattr(config, other) is None:
+            reasons.append(f"{flag_name(given)}: needs {flag_name(other)} as well")
+    if has_keys and config.endpoint is None:
+        reasons.append(f"{flag_name('secret_key')}: needs {flag_name('endpoint')} as well")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.drafter_device):
         reasons.append(_reason("drafter_device", config.drafter_device))
     if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
@@ -318,11 +359,12 @@ def _shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else str(value)
 
 
-def _is_local_endpoint(endpoint: str) -> bool:
+def _is_endpoint(endpoint: str, *, has_keys: bool) -> bool:
     if endpoint.startswith("ipc://"):
         return len(endpoint) > len("ipc://")
     try:
         parts = urlsplit(endpoint)
-        return parts.scheme == "tcp" and parts.hostname in LOOPBACK_HOSTS and parts.port is not None
+        is_allowed = parts.hostname in LOOPBACK_HOSTS or (has_keys and bool(parts.hostname))
+        return parts.scheme == "tcp" and is_allowed and parts.port is not None
     except ValueError:
         return False

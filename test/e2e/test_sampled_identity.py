@@ -80,7 +80,7 @@ def test_draws_with_a_dead_drafter(
     pool: ServerPool, drafts_off: Reference, spec_for: Any, size: Size
 ) -> None:
     """Red when plain decoding after the drafter's death draws otherwise than a verify does."""
-    server = pool.take(spec_for("noisy"))
+    server = pool.take(spec_for("noisy", settings=(("restart_delay_s", 3600),)))
     try:
         server.drafter_process().send_signal(signal.SIGKILL)
         for params in FILTERS.values():

@@ -63,6 +63,7 @@ def all_settings(spec: ServerSpec) -> dict[str, Any]:
         "drafter_dtype": "float32",
         "drafter_max_total_tokens": KV_TOKENS,
         "reply_deadline_ms": 5000,
+        "reply_deadline_min_ms": 5000,
         **dict(spec.settings),
     }
 

@@ -16,6 +16,7 @@ from sglang_ssd.wire.messages import (
     DraftClose,
     DraftRule,
     DraftSync,
+    HelloRequest,
     StatusRequest,
     ToDrafter,
     VerifyCommit,
@@ -227,9 +228,20 @@ def test_a_target_that_said_no_hello_gets_nothing() -> None:
     sync = DraftSync(rid="r", generation=1, committed_len=2, rule=GREEDY)
     target.send(sync, [1, 2], peer=b"stranger")
     target.send(commit(2, [1]), [1], peer=b"stranger")
-    target.step()
+    target.loop.step(0.0)
     assert target.loop.table.is_empty()
-    assert target.replies[0].served == "unknown"
+    assert target.transport.outbox == [(b"stranger", HelloRequest(), [])] * 2
+
+
+def test_what_is_kept_of_targets_that_are_gone_is_bounded() -> None:
+    """Red when every target that ever said hello stays known; one in service must."""
+    target = target_of()
+    target.open("r", PROMPT)
+    for number in range(1000):
+        target.hello(peer=b"%d" % number)
+    assert len(target.loop._limits) < 300
+    target.run_until_idle()
+    assert [reply.served for reply in target.round()] != ["unknown"]
 
 
 @pytest.mark.parametrize(

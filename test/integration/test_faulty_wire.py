@@ -16,6 +16,7 @@ from sglang_ssd.core.acceptance import accept_chain
 from sglang_ssd.core.shared_noise import coupled_sample
 from sglang_ssd.drafter.loop import DraftLoop
 from sglang_ssd.target.draft_client import DraftClient
+from sglang_ssd.target.reply_deadline import ReplyDeadline
 from sglang_ssd.trace import Tracer
 from sglang_ssd.wire.fake import FakeWire, Faults
 from sglang_ssd.wire.messages import SCHEMA_VERSION, DraftRule, Hello
@@ -61,19 +62,6 @@ def plain_texts() -> dict[str, list[int]]:
     return texts
 
 
-class WireClock:
-    """Stands for the module `time` in the client, so that its deadlines are counted in ticks."""
-
-    def __init__(self, wire: FakeWire) -> None:
-        self._wire = wire
-
-    def monotonic(self) -> float:
-        return self._wire.clock()
-
-    def monotonic_ns(self) -> int:
-        return int(1e9 * self._wire.clock())
-
-
 class Server:
     """A target's rounds; while it verifies, the drafter has a few turns."""
 
@@ -82,32 +70,38 @@ class Server:
     ) -> None:
         self.target_model = ToyDraftModel(seed=0, total_slots=1)
         self.wire = wire
-        self.loop = DraftLoop(
-            model=ToyDraftModel(seed=draft_seed, total_slots=1000),
-            transport=wire.drafter,
-            config=SsdConfig(fan_out=[2], backup=backup),
-            max_sequences=8,
-            tokens=[],
-            tracer=Tracer(None, ""),
-            clock=wire.clock,
-        )
+        self.draft_seed = draft_seed
+        self.backup = backup
+        self.loop = self.new_drafter()
         self.drafter_runs = True
         wire.pump = self.step_drafter
         self.client = DraftClient(
             wire.target(),
-            num_steps=NUM_STEPS,
-            vocab_size=61,
-            reply_deadline_s=0.016,
-            drafter_alive=lambda: True,
+            hello=HELLO,
+            deadline=ReplyDeadline(least_s=16 * wire.tick_s, most_s=16 * wire.tick_s),
+            resync_tokens=40,
             max_batch_size=max_batch_size,
+            clock=wire.clock,
         )
         self.texts = {rid: list(prompt) for rid, prompt in PROMPTS.items()}
 
+    def new_drafter(self) -> DraftLoop:
+        return DraftLoop(
+            model=ToyDraftModel(seed=self.draft_seed, total_slots=1000),
+            transport=self.wire.drafter,
+            config=SsdConfig(fan_out=[2], backup=self.backup),
+            max_sequences=8,
+            tokens=[],
+            tracer=Tracer(None, ""),
+            clock=self.wire.clock,
+        )
+
     def start(self, to_drafter: Faults, to_target: Faults) -> None:
         """Handshake (without it there is nothing to test), prompts, the prefill's own tokens."""
-        self.wire.target().send(HELLO)
+        self.client.look()
         self.step_drafter()
-        self.wire.target().receive(0.0)
+        self.client.look()
+        assert self.client.state == "ready"
         self.wire.faults["to_drafter"], self.wire.faults["to_target"] = to_drafter, to_target
         for rid, text in self.texts.items():
             self.client.open(rid=rid, tokens=text, rule=RULES[rid])
@@ -162,10 +156,8 @@ class Server:
 
 
 @pytest.fixture
-def wire(monkeypatch):
-    wire = FakeWire(seed=3)
-    monkeypatch.setattr("sglang_ssd.target.draft_client.time", WireClock(wire))
-    return wire
+def wire():
+    return FakeWire(seed=3, tick_s=0.02)
 
 
 NO_FAULTS = Faults()
@@ -289,6 +281,62 @@ def test_a_frozen_drafter_costs_drafts_only(wire):
     server.drafter_runs = True
     server.run()
     server.expect_plain_texts()
+
+
+def test_a_stopped_drafter_costs_one_wait(wire):
+    """Red when a target waits for a silent drafter again, or floods it while it is."""
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.round()
+    server.drafter_runs = False
+    for _ in range(6):
+        server.round()
+    assert server.client.stats.missed_deadlines == 1
+    assert server.client.state == "degraded"
+    assert len(wire.drafter.receive(0.0)) <= 6, "one commit, then a probe now and then"
+
+
+@pytest.mark.parametrize("backup", ["jit", "none"])
+def test_a_drafter_that_was_started_again_is_told_everything(wire, backup):
+    """By hand: nobody tells the target. Red when it keeps talking to a drafter that is gone."""
+    server = Server(wire, draft_seed=0, backup=backup)
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.round()
+    server.loop = server.new_drafter()
+    on_time = server.client.stats.on_time_rows
+    server.run()
+    server.expect_plain_texts()
+    assert server.client.link.lives == 2
+    assert server.client.stats.resyncs == len(PROMPTS)
+    assert server.client.stats.missed_deadlines <= 1
+    assert server.client.stats.on_time_rows > on_time, "speculation resumes"
+
+
+def test_a_drafter_that_is_back_is_told_in_slices(wire):
+    """Prompts of 3, 1, 30 and 4 ids and some more each; 40 ids a round at most."""
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.round()
+    server.loop = server.new_drafter()
+    told = []
+    for _ in range(8):
+        server.round()
+        told.append(server.client.stats.resyncs)
+    assert told[-1] == len(PROMPTS)
+    assert [num for num in told if 0 < num < len(PROMPTS)], "not all in one round"
+
+
+def test_a_request_that_comes_while_the_drafter_is_away_is_drafted_for_later(wire):
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.drafter_runs = False
+    server.round()
+    server.round()
+    server.client.open(rid="late", tokens=[1, 2, 3], rule=DraftRule())
+    server.drafter_runs = True
+    for _ in range(8):
+        server.round()
+    assert "late" in {seq.rid for seq in server.loop.table}
 
 
 @pytest.mark.parametrize("name", ["none", "drop", "all"])

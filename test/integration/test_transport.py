@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from sglang_ssd.wire.frames import encode
+from sglang_ssd.wire.frames import MAX_FRAME_BYTES, encode
 from sglang_ssd.wire.messages import (
     DraftClose,
     DraftRule,
@@ -144,7 +144,21 @@ def test_nobody_there_drops_and_counts(drafter, connect, tmp_path):
     assert drafter.stats.dropped == 1
 
 
-def test_rubbish_is_counted_and_costs_nobody_else(drafter, connect):
+def test_an_oversize_frame_is_counted_and_costs_nobody_else(drafter, connect):
+    context = zmq.Context()
+    vandal = context.socket(zmq.DEALER)
+    vandal.connect(drafter.endpoint)
+    vandal.send_multipart([encode(sync("a"))[0], bytes(MAX_FRAME_BYTES + 1)])
+    deadline = time.monotonic() + PATIENCE_S
+    while not drafter.stats.malformed and time.monotonic() < deadline:
+        assert drafter.receive(0.1) == []
+    context.destroy(linger=0)
+    assert drafter.stats.refused == {"oversize": 1}
+    send_connected(connect(drafter.endpoint), StatusRequest())
+    assert receive(drafter)[0].message == StatusRequest()
+
+
+def test_rubbish_is_counted_and_costs_nobody_else(drafter, connect, caplog):
     context = zmq.Context()
     vandal = context.socket(zmq.DEALER)
     vandal.connect(drafter.endpoint)
@@ -157,6 +171,8 @@ def test_rubbish_is_counted_and_costs_nobody_else(drafter, connect):
         assert drafter.receive(0.1) == []
     context.destroy(linger=0)
     assert drafter.stats.malformed == len(rubbish)
+    assert drafter.stats.refused == {"header": 2, "id_frame": 3}
+    assert len(caplog.records) == 2, "once per cause"
     send_connected(connect(drafter.endpoint), StatusRequest())
     assert receive(drafter)[0].message == StatusRequest()
 

@@ -22,6 +22,7 @@ from sglang_ssd.wire.messages import (
     DraftRule,
     DraftSync,
     Hello,
+    HelloRequest,
     Refusal,
     SpeculateReply,
     StatusRequest,
@@ -74,6 +75,7 @@ TO_DRAFTER = [
 TO_TARGET = [
     (WELCOME, None),
     (Refusal(reasons=["no"]), None),
+    (HelloRequest(), None),
     (REPLY, [1, 2, 3]),
     (STATUS, None),
 ]

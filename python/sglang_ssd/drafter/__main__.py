@@ -17,14 +17,12 @@ import time
 import types
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, get_type_hints
 
 import msgspec
 
 from sglang_ssd.config import SsdConfig, load_config
-from sglang_ssd.drafter.checkpoint import check_local
-from sglang_ssd.drafter.process import FAILURE, DrafterSettings, process_exists
+from sglang_ssd.drafter.process import FAILURE, DrafterSettings, check_model, process_exists
 from sglang_ssd.platform.affinity import format_cores, parse_cores
 
 if TYPE_CHECKING:
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serving = False
     try:
         _bind_cores(settings.cores)
-        with closing(_bind(settings.endpoint)) as transport:
+        with closing(_bind(settings)) as transport:
             loop = _load(settings, load_config(), transport)
             logger.info("ready at %s (%s)", settings.endpoint, settings.model_path)
             serving = True
@@ -62,17 +60,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _bind(endpoint: str) -> DrafterTransport:
+def _bind(settings: DrafterSettings) -> DrafterTransport:
+    from sglang_ssd.wire.curve import KeyFiles
     from sglang_ssd.wire.transport import DrafterSocket
 
-    return DrafterSocket(endpoint)
+    if settings.secret_key is None and settings.peer_keys is None:
+        return DrafterSocket(settings.endpoint)
+    if settings.secret_key is None or settings.peer_keys is None:
+        raise ValueError("--secret-key and --peer-keys: give both, or neither")
+    return DrafterSocket(
+        settings.endpoint, KeyFiles(secret=settings.secret_key, peers=settings.peer_keys)
+    )
 
 
 def _load(settings: DrafterSettings, config: SsdConfig, transport: DrafterTransport) -> DraftLoop:
     """The loop with its model; the platform is chosen before anything of SGLang is imported."""
-    model_dir = Path(settings.model_path)
-    if model_dir.is_absolute() or model_dir.is_dir():  # otherwise a hub id
-        check_local(model_dir, load_format=settings.load_format)
+    check_model(settings)
     device = _choose_device(settings.device)
     if device == "cpu":
         os.environ.setdefault("SGLANG_PLATFORM", "ssd_cpu")

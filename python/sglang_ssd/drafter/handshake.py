@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 
 import msgspec
 
@@ -17,6 +18,7 @@ MAX_NUM_STEPS = 16
 class Abilities(msgspec.Struct, frozen=True, kw_only=True):
     """What the drafter is: its model's sizes, its tokenizer's token strings ([]: none)."""
 
+    drafter_id: str
     vocab_size: int
     context_len: int
     max_sequences: int
@@ -28,6 +30,7 @@ class Abilities(msgspec.Struct, frozen=True, kw_only=True):
         cls, *, vocab_size: int, context_len: int, max_sequences: int, tokens: list[str]
     ) -> Abilities:
         return cls(
+            drafter_id=uuid.uuid4().hex[:12],
             vocab_size=vocab_size,
             context_len=context_len,
             max_sequences=max_sequences,
@@ -68,6 +71,7 @@ def answer_hello(hello: Hello, abilities: Abilities, *, config: SsdConfig) -> We
         vocab_size=abilities.vocab_size,
         context_len=abilities.context_len,
         max_sequences=abilities.max_sequences,
+        drafter_id=abilities.drafter_id,
     )
 
 

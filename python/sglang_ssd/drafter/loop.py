@@ -45,6 +45,7 @@ from sglang_ssd.wire.messages import (
     DraftRule,
     DraftSync,
     Hello,
+    HelloRequest,
     Served,
     StatusRequest,
     VerifyCommit,
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 _PATIENT_FORWARDS = 4  # times num_steps + 1: the forwards of owed rows that a due slice lets pass
 _SEED_LIMIT = 1 << 63
+_MAX_PEERS = 256
 
 
 class LoopStats(msgspec.Struct):
@@ -143,6 +145,10 @@ class DraftLoop:
 
     def _handle(self, arrived: FromTarget) -> None:
         peer, message = arrived.peer, arrived.message
+        if peer not in self._limits and isinstance(message, VerifyCommit | DraftSync):
+            self.stats.protocol_errors += 1
+            self._transport.send(peer, HelloRequest())
+            return
         match message:
             case VerifyCommit():
                 self._commit(peer, message, arrived.ids)
@@ -162,6 +168,7 @@ class DraftLoop:
         if isinstance(answer, Welcome):
             if peer not in self._limits:  # a target says hello until it is answered
                 logger.info("serves target %s with %d steps", hello.target_id, hello.num_steps)
+                self._forget_idle_peers()
             self._limits[peer] = Limits(
                 num_steps=hello.num_steps,
                 fan_out=fan_out_for(self._config, hello.num_steps),
@@ -172,10 +179,15 @@ class DraftLoop:
             logger.error("refuses target %s: %s", hello.target_id, "; ".join(answer.reasons))
         self._transport.send(peer, answer)
 
+    def _forget_idle_peers(self) -> None:
+        """Bound what is kept of targets that are gone; one that is not is asked to say hello."""
+        if len(self._limits) >= _MAX_PEERS:
+            busy = self.table.peers()
+            self._limits = {peer: one for peer, one in self._limits.items() if peer in busy}
+
     def _open(self, peer: bytes, message: DraftSync, ids: list[int]) -> None:
-        limits = self._limits.get(peer)
         known_ids = check_token_ids(ids, self._abilities.vocab_size)
-        if limits is None or not known_ids or not _can_follow(message.rule):
+        if not known_ids or not _can_follow(message.rule):
             self.stats.protocol_errors += 1
             return
         older = self.table.find(peer, message.rid)
@@ -188,7 +200,7 @@ class DraftLoop:
             rid=message.rid,
             generation=message.generation,
             rule=message.rule,
-            limits=limits,
+            limits=self._limits[peer],
             now=self._clock(),
         )
         self.table.open(sequence, ids)

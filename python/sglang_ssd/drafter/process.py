@@ -13,6 +13,7 @@ well.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -27,6 +28,7 @@ from typing import IO, Protocol
 import msgspec
 
 from sglang_ssd.config import CONFIG_ENV, SsdConfig, dump_config
+from sglang_ssd.drafter.checkpoint import check_local
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,12 @@ class DrafterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     trust_remote_code: bool = False
 
     endpoint: str = ""
-    """ipc:///path or tcp://127.0.0.1:port; empty: start_drafter makes a fresh ipc:// one."""
+    """ipc:///path, tcp://127.0.0.1:port or, with keys, any tcp://; empty: start_drafter makes a
+    fresh ipc:// one."""
+    secret_key: str | None = None
+    """Our CURVE key, a .key_secret file of `python -m sglang_ssd.keys`."""
+    peer_keys: str | None = None
+    """The folder with the .key files of the targets that may connect."""
     device: str = "auto"
     dtype: str = "auto"
     max_total_tokens: int | None = None
@@ -94,6 +101,13 @@ def settings_for_target(
         cores=cores,
         gpu_id=gpu_id,
     )
+
+
+def check_model(settings: DrafterSettings) -> None:
+    """ValueError if the checkpoint is on this machine and can be seen not to be servable."""
+    model_dir = Path(settings.model_path)
+    if model_dir.is_absolute() or model_dir.is_dir():  # otherwise a hub id
+        check_local(model_dir, load_format=settings.load_format)
 
 
 def to_argv(settings: DrafterSettings) -> list[str]:
@@ -153,20 +167,47 @@ class DrafterHandle:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
 
     def _relay_log(self, stream: IO[str]) -> None:
-        for line in stream:
-            self._tail.append(line.rstrip("\n"))
-            sys.stderr.write(f"[drafter] {line}")
-            sys.stderr.flush()
+        with stream:
+            for line in stream:
+                self._tail.append(line.rstrip("\n"))
+                sys.stderr.write(f"[drafter] {line}")
+                sys.stderr.flush()
+
+
+def make_endpoint() -> str:
+    """A fresh ipc:// endpoint in a directory that only this user may enter."""
+    _sweep_socket_dirs()
+    return f"ipc://{tempfile.mkdtemp(prefix=f'{_SOCKET_DIR_PREFIX}{os.getpid()}-')}/drafter"
+
+
+def remove_endpoint(endpoint: str) -> None:
+    """Remove what make_endpoint made."""
+    shutil.rmtree(_socket_dir(endpoint), ignore_errors=True)
+
+
+def _socket_dir(endpoint: str) -> Path:
+    return Path(endpoint.removeprefix("ipc://")).parent
+
+
+def _restore_socket_dir(endpoint: str) -> None:
+    """A drafter that was told to end has removed the directory that we made for it."""
+    directory = _socket_dir(endpoint)
+    if not directory.name.startswith(f"{_SOCKET_DIR_PREFIX}{os.getpid()}-"):
+        return
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    if directory.stat().st_uid != os.getuid():
+        raise PermissionError(f"{directory} belongs to another user")
 
 
 def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle:
     """Start it and return at once; call from a thread that lives as long as the server."""
     socket_dir = None
-    endpoint = settings.endpoint
-    if not endpoint:
-        _sweep_socket_dirs()
-        socket_dir = tempfile.mkdtemp(prefix=f"{_SOCKET_DIR_PREFIX}{os.getpid()}-")
-        endpoint = f"ipc://{socket_dir}/drafter"
+    endpoint = settings.endpoint or make_endpoint()
+    if settings.endpoint:
+        _restore_socket_dir(endpoint)
+    else:
+        socket_dir = str(_socket_dir(endpoint))
     told = msgspec.structs.replace(settings, endpoint=endpoint, parent_pid=os.getpid())
     process = subprocess.Popen(
         [sys.executable, "-m", "sglang_ssd.drafter", *to_argv(told)],

@@ -218,6 +218,10 @@ class RequestTable:
         for seq in [seq for seq in self._sequences.values() if seq.peer == peer]:
             self.close(seq)
 
+    def peers(self) -> set[bytes]:
+        """Targets that have a sequence here."""
+        return {seq.peer for seq in self._sequences.values()}
+
     def is_empty(self) -> bool:
         return not self._sequences
 

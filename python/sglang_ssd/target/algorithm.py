@@ -17,6 +17,7 @@ from sglang_ssd import compat
 from sglang_ssd.config import SettingsError, SsdConfig, read_config
 from sglang_ssd.config import validate as config_reasons
 from sglang_ssd.platform import affinity, cpu
+from sglang_ssd.wire.curve import load_public, load_secret
 
 if TYPE_CHECKING:
     import torch
@@ -143,8 +144,20 @@ def setting_reasons(server_args: ServerArgs) -> list[str]:
     reading = read_config()
     reasons += reading.reasons
     reasons += config_reasons(reading.config, _num_steps(server_args))
+    reasons += _key_reasons(reading.config)
     reasons += affinity.core_reasons(reading.config, affinity.lent_cores())
     return reasons + _model_reasons(server_args, reading.config)
+
+
+def _key_reasons(config: SsdConfig) -> list[str]:
+    reasons = []
+    for path, load in ((config.secret_key, load_secret), (config.peer_keys, load_public)):
+        try:
+            if path is not None:
+                load(path)
+        except ValueError as error:
+            reasons.append(str(error))
+    return reasons
 
 
 def _num_steps(server_args: ServerArgs) -> int:

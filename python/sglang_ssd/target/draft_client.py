@@ -4,6 +4,10 @@ It sits at both ends of a round: `collect` waits, never past the deadline, for t
 round and `commit` reports how the round ended. Nothing the drafter sends can do more than fail to
 speculate: a reply row counts only if it continues exactly the committed ids of the live opening of
 its request.
+
+Sequences outlive the drafter. While it is away they are only kept; one that is back is told of them
+in slices of resync_tokens a round, each under a new generation, so that whatever an earlier drafter
+still says is a no-op. Nobody waits for a row until the drafter has caught up with it.
 """
 
 from __future__ import annotations
@@ -12,7 +16,10 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Literal
 
+from sglang_ssd.target.drafter_link import Drafter, DrafterLink
+from sglang_ssd.target.reply_deadline import ReplyDeadline
 from sglang_ssd.target.stats import DRAFTED_SERVED, ClientStats, PlainCause
 from sglang_ssd.trace import Tracer
 from sglang_ssd.wire.frames import check_token_ids
@@ -21,27 +28,35 @@ from sglang_ssd.wire.messages import (
     DrafterStatus,
     DraftRule,
     DraftSync,
+    Hello,
     Served,
     SpeculateReply,
     StatusRequest,
     ToTarget,
     VerifyCommit,
 )
+from sglang_ssd.wire.refusals import NoticeLog
 from sglang_ssd.wire.transport import Transport, TransportStats
 
 logger = logging.getLogger(__name__)
 
-_MAX_SKIPPED_ROUNDS = 64
+DrafterState = Literal["starting", "ready", "degraded", "restarting", "dead", "refused"]
+
 _HOPELESS: dict[Served, PlainCause] = {"full": "full", "context": "context"}
+_LIVENESS_S = 0.05  # how soon a wait notices that the drafter's process has ended
+_IDLE_LOOK_S = 0.5
+_COMMITS_TIMED = 32
 
 
 class DraftSequence:
-    """One request that the drafter mirrors."""
+    """One request that the drafter mirrors, or will when it is there."""
 
     __slots__ = (
         "acked_len",
         "drafts",
         "generation",
+        "has_caught_up",
+        "is_synced",
         "reply_len",
         "rid",
         "rule",
@@ -50,11 +65,13 @@ class DraftSequence:
         "told_len",
     )
 
-    def __init__(self, *, rid: str, generation: int, rule: DraftRule, tokens: array[int]) -> None:
+    def __init__(self, *, rid: str, rule: DraftRule, tokens: array[int]) -> None:
         self.rid = rid
-        self.generation = generation
+        self.generation = 0
         self.rule = rule
         self.tokens = tokens  # all committed ids, the bonus included
+        self.is_synced = False  # whether this drafter was told of it
+        self.has_caught_up = True  # whether its replies are worth a wait
         self.acked_len = len(tokens)
         self.told_len = len(tokens)  # committed length that the drafter was last told of
         self.reply_len = -1  # committed length that `drafts` continue
@@ -62,8 +79,14 @@ class DraftSequence:
         self.served: Served = "none"
 
     @property
+    def is_answered(self) -> bool:
+        return self.reply_len == len(self.tokens)
+
+    @property
     def awaits_reply(self) -> bool:
-        return self.reply_len != len(self.tokens) == self.told_len
+        """Whether a reply is owed that is worth a wait."""
+        is_told = self.is_synced and self.told_len == len(self.tokens)
+        return is_told and self.has_caught_up and not self.is_answered
 
 
 class DraftClient:
@@ -73,28 +96,37 @@ class DraftClient:
         self,
         transport: Transport,
         *,
-        num_steps: int,
-        vocab_size: int,
-        reply_deadline_s: float,
-        drafter_alive: Callable[[], bool],
+        hello: Hello,
+        deadline: ReplyDeadline,
+        resync_tokens: int,
+        drafter: Drafter | None = None,
+        tokens: list[str] | None = None,
         max_batch_size: int | None = None,
         tracer: Tracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.link = DrafterLink(
+            transport, hello=hello, drafter=drafter, tokens=tokens or [], clock=clock
+        )
         self._transport = transport
-        self._num_steps = num_steps
-        self._vocab_size = vocab_size
-        self._reply_deadline_s = reply_deadline_s
-        self._drafter_alive = drafter_alive
+        self._is_supervised = drafter is not None
+        self._num_steps = hello.num_steps
+        self._vocab_size = hello.vocab_size
+        self._deadline = deadline
+        self._resync_tokens = resync_tokens
         self._max_batch_size = max_batch_size
         self._tracer = tracer or Tracer(None, "")
+        self._clock = clock
         self._sequences: dict[str, DraftSequence] = {}
         self._declined: dict[str, PlainCause] = {}
         self._batch_too_large = False
+        self._why_untold: PlainCause = "late"  # of rows that the last commit left out
+        self._unsynced: dict[str, DraftSequence] = {}  # of which a drafter that is there must hear
+        self._commit_times: dict[int, float] = {}  # of the last rounds
+        self._lives = 0
         self._next_generation = 1
-        self._strikes = 0
-        self._skip_rounds = 0
-        self._warned = False
-        self._dead = False
+        self._next_look = 0.0
+        self._notices = NoticeLog(logger)
         self._told_idle = True
         self.stats = ClientStats()
         self.drafter_status: DrafterStatus | None = None
@@ -107,6 +139,23 @@ class DraftClient:
     def transport_stats(self) -> TransportStats:
         return self._transport.stats
 
+    @property
+    def deadline_s(self) -> float:
+        """What a round would wait at most now."""
+        return self._deadline.seconds
+
+    @property
+    def state(self) -> DrafterState:
+        """starting: not welcomed yet. degraded: silent. restarting, dead: gone, with us or without
+        us to start it again."""
+        if self.link.is_ready():
+            return "degraded" if self._deadline.is_silent else "ready"
+        if self.link.phase == "refused":
+            return "refused"
+        if not self.link.lives:
+            return "starting"
+        return "restarting" if self._is_supervised else "dead"
+
     def knows(self, rid: str) -> bool:
         """Whether the request was opened or declined before."""
         return rid in self._sequences or rid in self._declined
@@ -117,10 +166,12 @@ class DraftClient:
 
     def open(self, *, rid: str, tokens: Sequence[int], rule: DraftRule) -> None:
         """Start mirroring a request whose ids so far are `tokens`; replaces an older opening."""
-        if self._is_dead():
-            return
         self.close(rid)
-        self._sync(rid=rid, tokens=array("i", tokens), rule=rule)
+        sequence = DraftSequence(rid=rid, rule=rule, tokens=array("i", tokens))
+        self._sequences[rid] = sequence
+        self._told_idle = False
+        if not self._can_talk() or not self._sync(sequence):
+            self._unsynced[rid] = sequence
 
     def commit(
         self, *, rids: Sequence[str], new_tokens: Sequence[list[int]], num_verified: Sequence[int]
@@ -136,163 +187,208 @@ class DraftClient:
             if sequence is None or not tokens:
                 continue
             sequence.tokens.extend(tokens)
-            live.append(sequence)
-            verified.append(num)
-        if live and not self._batch_too_large:
+            if sequence.is_synced:
+                live.append(sequence)
+                verified.append(num)
+        if self._batch_too_large:
+            self._why_untold = "batch_size"
+        elif not self._can_talk():
+            self._why_untold = "late"
+        elif live:
             self._send_commit(live, verified)
 
     def collect(self, rids: Sequence[str]) -> list[list[int]]:
         """Drafts per row for its committed ids, [] where there are none in time or at all."""
         self.stats.rounds += 1
         self.stats.rows += len(rids)
+        self._attend()
         rows = [self._sequences.get(rid) for rid in rids]
-        mirrored = [row for row in rows if row is not None]
         limit = self._max_batch_size
         self._batch_too_large = limit is not None and len(rids) > limit
         if self._batch_too_large:
             self.receive()
-        elif mirrored:
-            self._wait_for(mirrored)
+        else:
+            self._wait_for([row for row in rows if row is not None])
         return [self._take_drafts(rid, row) for rid, row in zip(rids, rows, strict=True)]
 
     def receive(self) -> None:
         """Take in what has arrived; waits for nothing."""
-        for message, ids in self._transport.receive(0.0):
-            self._handle(message, ids)
+        self._hear(0.0)
 
     def request_status(self) -> None:
         """Ask for the drafter's own numbers; `drafter_status` has them when they come."""
-        self._send(StatusRequest())
+        if self._can_talk():
+            self.link.send(StatusRequest())
 
     def close(self, rid: str) -> None:
         """Forget a request on both sides; harmless if it is not mirrored."""
         self._declined.pop(rid, None)
         sequence = self._sequences.pop(rid, None)
-        if sequence is not None:
-            self._send(DraftClose(rids=[rid], generations=[sequence.generation]))
+        self._unsynced.pop(rid, None)
+        if sequence is not None and sequence.is_synced:
+            self.link.send(DraftClose(rids=[rid], generations=[sequence.generation]))
 
     def close_all(self) -> None:
         """The drafter must hold nothing of ours."""
         self._sequences.clear()
         self._declined.clear()
-        self._send(DraftClose(rids=[], generations=[], close_all=True))
+        self._unsynced.clear()
+        self.link.send(DraftClose(rids=[], generations=[], close_all=True))
 
     def note_idle(self) -> None:
-        """The server is idle: close what is left, once per idle spell, should a close be lost."""
+        """The server is idle: close what is left, once per idle spell, should a close be lost; and
+        look after the drafter now and then."""
         if not self._told_idle:
             self._told_idle = True
             self._batch_too_large = False
             self.close_all()
+        now = self._clock()
+        if now >= self._next_look:
+            self._next_look = now + _IDLE_LOOK_S
+            self.look()
+
+    def look(self, timeout_s: float = 0.0) -> None:
+        """Greet the drafter and hear what it has to say, outside of any round."""
+        self._attend()
+        self._hear(timeout_s)
+        if not self.link.is_ready():
+            self.link.greet()
 
     def note_correct_drafts(self, rids: Sequence[str], num_correct: Sequence[int]) -> None:
         """Count how the drafts of the round fared, by how they were served."""
         self.stats.count_accepted(num_correct)
         for rid, num in zip(rids, num_correct, strict=True):
             sequence = self._sequences.get(rid)
-            if sequence is not None and sequence.reply_len == len(sequence.tokens):
+            if sequence is not None and sequence.is_answered:
                 counts = self.stats.served_correct
                 counts[sequence.served] = counts.get(sequence.served, 0) + num
 
     def stop(self) -> None:
-        self._transport.close()
+        self.link.close()
 
-    def _sync(self, *, rid: str, tokens: array[int], rule: DraftRule) -> None:
-        sequence = DraftSequence(
-            rid=rid, generation=self._next_generation, rule=rule, tokens=tokens
+    # The drafter as a whole ---------------------------------------------------------------------
+
+    def _can_talk(self) -> bool:
+        """Whether it is worth telling the drafter anything now; a silent one is caught up later."""
+        return self.link.is_ready() and not self._deadline.is_silent
+
+    def _attend(self) -> None:
+        """Greet or probe a drafter that is away, re-sync one that is back; nothing on most days."""
+        if not self._can_talk():
+            self._note_trouble()
+            self.link.greet()
+            return
+        if self._unsynced:
+            self._resync_slice()
+
+    def _note_trouble(self) -> None:
+        self.stats.degraded = True
+        if not self.link.lives:
+            return
+        if self.link.phase == "ready":
+            cause = (
+                f"no drafts within {self._deadline.seconds * 1000:g} ms, and nothing heard since"
+            )
+        else:
+            cause = self.link.last_error
+        self._notices.warn(
+            self.link.phase,
+            f"SSD drafter: {cause}; affected requests decode plainly meanwhile.",
         )
+
+    def _meet_drafter(self) -> None:
+        """Another drafter than before, or the first: it knows none of our sequences."""
+        self._lives = self.link.lives
+        self._deadline.start_afresh()
+        for sequence in self._sequences.values():
+            self._unsync(sequence)
+
+    def _unsync(self, sequence: DraftSequence) -> None:
+        sequence.is_synced = False
+        self._unsynced[sequence.rid] = sequence
+
+    def _resync_slice(self) -> None:
+        room = self._resync_tokens
+        for rid in list(self._unsynced):
+            sequence = self._unsynced[rid]
+            is_resync = sequence.generation > 0
+            if room <= 0 or not self._sync(sequence):
+                return
+            del self._unsynced[rid]
+            room -= len(sequence.tokens)
+            sequence.has_caught_up = False
+            self.stats.resyncs += is_resync
+
+    def _sync(self, sequence: DraftSequence) -> bool:
+        """Tell the drafter of the sequence under a new generation."""
+        sequence.generation = self._next_generation
         self._next_generation += 1
-        self._told_idle = False
-        self._sequences[rid] = sequence
+        sequence.acked_len = sequence.told_len = len(sequence.tokens)
+        sequence.reply_len = -1
+        sequence.drafts = []
         message = DraftSync(
-            rid=rid,
+            rid=sequence.rid,
             generation=sequence.generation,
-            committed_len=len(tokens),
-            rule=rule,
+            committed_len=len(sequence.tokens),
+            rule=sequence.rule,
         )
-        self._send(message, tokens)
+        sequence.is_synced = self.link.send(message, sequence.tokens)
+        return sequence.is_synced
+
+    # A round ------------------------------------------------------------------------------------
 
     def _send_commit(self, live: list[DraftSequence], num_verified: list[int]) -> None:
         ids = array("i")
         for sequence in live:
             ids.extend(sequence.tokens[sequence.acked_len :])
-            sequence.told_len = len(sequence.tokens)
-        self._send(
-            VerifyCommit(
-                round_id=self.stats.rounds,
-                rids=[s.rid for s in live],
-                generations=[s.generation for s in live],
-                base_committed_lens=[s.acked_len for s in live],
-                num_verified_drafts=num_verified,
-                num_tokens=[len(s.tokens) - s.acked_len for s in live],
-            ),
-            ids,
+        message = VerifyCommit(
+            round_id=self.stats.rounds,
+            rids=[s.rid for s in live],
+            generations=[s.generation for s in live],
+            base_committed_lens=[s.acked_len for s in live],
+            num_verified_drafts=num_verified,
+            num_tokens=[len(s.tokens) - s.acked_len for s in live],
         )
-
-    def _send(
-        self,
-        message: DraftSync | VerifyCommit | DraftClose | StatusRequest,
-        ids: array[int] | None = None,
-    ) -> None:
-        if not self._is_dead():
-            self._transport.send(message, [] if ids is None else [ids])
+        if not self.link.send(message, ids):
+            self._deadline.note_unreachable()
+            self._why_untold = "late"
+            return
+        for sequence in live:
+            sequence.told_len = len(sequence.tokens)
+        self._commit_times[self.stats.rounds] = self._clock()
+        if len(self._commit_times) > _COMMITS_TIMED:
+            del self._commit_times[next(iter(self._commit_times))]
 
     def _wait_for(self, rows: list[DraftSequence]) -> None:
-        start = time.monotonic_ns()
-        patience = self._patience()
-        deadline = time.monotonic() + patience
+        start = self._clock()
+        patience = self._deadline.next_wait(start) if self._can_talk() else 0.0
+        deadline = start + patience
         while True:
-            waiting = self._is_missing(rows)
-            timeout = max(0.0, deadline - time.monotonic()) if waiting else 0.0
-            received = self._transport.receive(timeout)
-            for message, ids in received:
-                self._handle(message, ids)
-            if not received or not self._is_missing(rows):
+            left = deadline - self._clock() if self._is_missing(rows) else 0.0
+            self._hear(min(max(0.0, left), _LIVENESS_S))
+            if left <= 0.0 or not self._is_missing(rows) or not self.link.is_ready():
                 break
         self._note_wait(rows, start, waited=patience > 0)
 
-    def _patience(self) -> float:
-        """How long this round may wait: the deadline, or nothing while the drafter lags."""
-        if self._is_dead():
-            return 0.0
-        if self._skip_rounds > 0:
-            self._skip_rounds -= 1
-            return 0.0
-        return self._reply_deadline_s
-
-    def _note_wait(self, rows: list[DraftSequence], start: int, *, waited: bool) -> None:
-        end = time.monotonic_ns()
-        self._tracer.add("wait for drafts", start, end, rows=len(rows))
+    def _note_wait(self, rows: list[DraftSequence], start: float, *, waited: bool) -> None:
+        end = self._clock()
+        self._tracer.add("wait for drafts", int(start * 1e9), int(end * 1e9), rows=len(rows))
         self.stats.waits += 1
-        self.stats.reply_wait_seconds += (end - start) / 1e9
-        if self._dead:
+        self.stats.reply_wait_seconds += end - start
+        if not self.link.is_ready():
             return
         if not self._is_missing(rows):
-            self._strikes = self._skip_rounds = 0
-            self.stats.degraded = False
+            self._deadline.note_kept()
+            self.stats.degraded = self._deadline.is_silent
         elif waited:
-            self._strikes += 1
-            self._skip_rounds = min(2**self._strikes, _MAX_SKIPPED_ROUNDS)
+            self._deadline.note_missed(end)
             self.stats.missed_deadlines += 1
-            self._warn(f"no drafts within {self._reply_deadline_s * 1000:g} ms")
 
     def _is_missing(self, rows: list[DraftSequence]) -> bool:
         return any(row.awaits_reply and self._is_current(row) for row in rows)
 
-    def _warn(self, reason: str) -> None:
-        self.stats.degraded = True
-        if not self._warned:
-            self._warned = True
-            logger.warning("SSD drafter: %s; affected requests decode plainly meanwhile.", reason)
-
     def _is_current(self, row: DraftSequence) -> bool:
         return self._sequences.get(row.rid) is row
-
-    def _is_dead(self) -> bool:
-        if not self._dead and not self._drafter_alive():
-            self._dead = True
-            self._sequences.clear()
-            self._warn("the drafter process has ended")
-        return self._dead
 
     def _take_drafts(self, rid: str, row: DraftSequence | None) -> list[int]:
         cause = self._why_plain(rid, row)
@@ -306,21 +402,40 @@ class DraftClient:
     def _why_plain(self, rid: str, row: DraftSequence | None) -> PlainCause | None:
         """Why this row has no reply to use; None if it has one."""
         if row is None or not self._is_current(row):
-            return self._declined.get(rid, "drafter_down" if self._dead else "ending")
-        if self._batch_too_large or row.told_len != len(row.tokens):
+            return self._declined.get(rid, "ending")
+        if self._batch_too_large:
             return "batch_size"
-        if row.reply_len != len(row.tokens):
-            return "late"
-        if not row.drafts and row.served in DRAFTED_SERVED:
-            return "bad_reply"
-        return None
+        if row.is_answered:
+            is_bad = not row.drafts and row.served in DRAFTED_SERVED
+            return "bad_reply" if is_bad else None
+        if not row.is_synced or not self.link.is_ready():
+            return "drafter_down"
+        if not row.has_caught_up:
+            return "prefill"
+        return self._why_untold if row.told_len != len(row.tokens) else "late"
 
-    def _handle(self, message: ToTarget, ids: list[int]) -> None:
+    # What is heard ------------------------------------------------------------------------------
+
+    def _hear(self, timeout_s: float) -> None:
+        """Take in what arrives within the time."""
+        received = self.link.receive(timeout_s)
+        if not received:
+            return
+        now = self._clock()
+        self._deadline.note_heard(now)
+        for message, ids in received:
+            self._handle(message, ids, now)
+        if self.link.lives != self._lives:
+            self._meet_drafter()
+
+    def _handle(self, message: ToTarget, ids: list[int], now: float) -> None:
         if isinstance(message, DrafterStatus):
             self.drafter_status = message
         if not isinstance(message, SpeculateReply):
             return
-        self._skip_rounds = 0  # it lives: the next round may wait again
+        asked = self._commit_times.get(message.round_id)
+        if asked is not None:
+            self._deadline.note_reply(now - asked)
         start = 0
         for index, rid in enumerate(message.rids):
             end = start + message.num_drafts[index]
@@ -329,18 +444,22 @@ class DraftClient:
 
     def _handle_row(self, message: SpeculateReply, index: int, rid: str, drafts: list[int]) -> None:
         sequence = self._sequences.get(rid)
-        if sequence is None or sequence.generation != message.generations[index]:
+        if (
+            sequence is None
+            or not sequence.is_synced
+            or sequence.generation != message.generations[index]
+        ):
             self.stats.stale_replies += 1
             return
         served = message.served[index]
         if served == "unknown":
-            self.stats.resyncs += 1
-            self._sync(rid=rid, tokens=sequence.tokens, rule=sequence.rule)
+            self._unsync(sequence)
             return
         if served in _HOPELESS:
             self.close(rid)
             self.decline(rid, _HOPELESS[served])
             return
+        sequence.has_caught_up = sequence.has_caught_up or bool(drafts)
         base = message.base_committed_lens[index]
         if base != len(sequence.tokens):
             sequence.acked_len = max(sequence.acked_len, min(base, len(sequence.tokens)))

@@ -9,21 +9,31 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_device, get_observability, get_parallel, get_spec
 
 from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.core.shared_noise import next_copy_seed
-from sglang_ssd.drafter.process import DrafterHandle, settings_for_target, start_drafter
+from sglang_ssd.drafter.process import (
+    check_model,
+    make_endpoint,
+    remove_endpoint,
+    settings_for_target,
+    start_drafter,
+)
 from sglang_ssd.platform.cpu import drafter_cores
+from sglang_ssd.target import http_routes
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.handshake import connect
 from sglang_ssd.target.metrics import MetricsExporter
 from sglang_ssd.target.reporting import RoundReporter
 from sglang_ssd.target.stats import summarize
+from sglang_ssd.target.supervisor import DrafterSupervisor, RestartPace
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -34,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 ALGORITHM = "SSD"
 
-_drafter: DrafterHandle | None = None
+_drafter: DrafterSupervisor | None = None
 _client: DraftClient | None = None
 _reporter: RoundReporter | None = None
 _metric_labels: dict[str, str] | None = None
@@ -58,9 +68,10 @@ def register_hooks() -> None:
         hold_back_half_characters,
         after,
     )
-    HookRegistry.register(
-        f"{state}.SchedulerInternalStateController._add_speculative", add_ssd_state, after
-    )
+    HookRegistry.register(f"{tokenizer}.__init__", http_routes.add_routes, after)
+    controller = f"{state}.SchedulerInternalStateController"
+    HookRegistry.register(f"{controller}._add_speculative", add_ssd_state, after)
+    HookRegistry.register(f"{controller}.get_internal_state", reload_if_asked, before)
 
 
 def start_before_target_loads(scheduler: Scheduler) -> None:
@@ -74,10 +85,27 @@ def start_before_target_loads(scheduler: Scheduler) -> None:
     if config.mode == "off" or config.endpoint is not None:
         return
     settings = settings_for_target(
-        scheduler.server_args, config, cores=drafter_cores(config), gpu_id=get_device().gpu_id
+        scheduler.server_args,
+        msgspec.structs.replace(config, endpoint=make_endpoint()),
+        cores=drafter_cores(config),
+        gpu_id=get_device().gpu_id,
     )
-    _drafter = start_drafter(settings, config)
-    atexit.register(_drafter.stop)
+    _drafter = DrafterSupervisor(
+        functools.partial(start_drafter, config=config),
+        settings,
+        RestartPace(
+            delay_s=config.restart_delay_s,
+            delay_max_s=config.restart_delay_max_s,
+            healthy_s=config.restart_healthy_s,
+        ),
+    )
+    _drafter.start()
+    atexit.register(_end_drafter, _drafter)
+
+
+def _end_drafter(drafter: DrafterSupervisor) -> None:
+    drafter.stop()
+    remove_endpoint(drafter.endpoint)
 
 
 def connect_client(
@@ -161,9 +189,57 @@ def add_ssd_state(result: None, controller: Any, state: dict[str, Any]) -> None:
     """/server_info and Engine.get_server_info() show the drafter's state under "ssd"."""
     if _client is None:
         return
-    state["ssd"] = {
-        **summarize(_client.stats),
-        "live_sequences": _client.num_live,
-        "drafter_pid": _drafter.pid if _drafter is not None else None,
-        "drafter_alive": _drafter.alive() if _drafter is not None else None,
+    _client.look()
+    state["ssd"] = {**summarize(_client.stats), **drafter_state(_client, _drafter)}
+
+
+def reload_if_asked(controller: Any, recv_req: Any) -> None:
+    """POST /ssd/reload_drafter; how it goes is read from the state, at once and later."""
+    if _client is None or not (recv_req.rid or "").startswith(http_routes.RELOAD_PREFIX):
+        return
+    asked = msgspec.json.decode(
+        recv_req.rid.removeprefix(http_routes.RELOAD_PREFIX), type=http_routes.ReloadRequest
+    )
+    if _drafter is not None:
+        reload_drafter(_drafter, asked)
+
+
+def reload_drafter(drafter: DrafterSupervisor, asked: http_routes.ReloadRequest) -> None:
+    """Ask for it, unless the checkpoint can be seen to be none from here."""
+    settings = drafter.settings
+    if asked.model_path is not None:
+        settings = msgspec.structs.replace(
+            settings, model_path=asked.model_path, revision=asked.revision
+        )
+    elif asked.revision is not None:
+        settings = msgspec.structs.replace(settings, revision=asked.revision)
+    try:
+        check_model(settings)
+    except ValueError as error:
+        drafter.refuse_reload(settings.model_path, str(error))
+    else:
+        drafter.ask_reload(settings)
+
+
+def drafter_state(client: DraftClient, drafter: DrafterSupervisor | None) -> dict[str, Any]:
+    """How the drafter fares, beside the counters; `drafter` is None if another started it."""
+    welcome = client.link.welcome
+    return {
+        "state": client.state,
+        "live_sequences": client.num_live,
+        "reply_deadline_ms": round(1000 * client.deadline_s, 3),
+        "wire": msgspec.to_builtins(client.transport_stats),
+        "drafter_pid": drafter.pid if drafter is not None else welcome and welcome.drafter_pid,
+        "drafter_alive": drafter.alive() if drafter is not None else None,
+        "drafter_model": drafter.model_path if drafter is not None else None,
+        "restarts": drafter.num_starts - 1 if drafter is not None else client.link.lives - 1,
+        "last_error": (drafter.last_error if drafter is not None else "") or client.link.last_error,
+        "reload": _reload_state(client, drafter),
     }
+
+
+def _reload_state(client: DraftClient, drafter: DrafterSupervisor | None) -> dict[str, Any]:
+    if drafter is None:
+        error = "the drafter was not started by this server: start another one at its endpoint"
+        return {"state": "failed", "error": error}
+    return msgspec.to_builtins(drafter.reload) or {"state": "none"}

@@ -34,9 +34,10 @@ PlainCause = Literal[
 
 opt_out: custom_params={"ssd": false}. parameter: one of plain_decode.py. batch_size: the batch is
 larger than --ssd-max-batch-size, or was so a round ago. late: no reply within the deadline, or none
-waited for after several of those. prefill: the drafter has not read the whole prompt yet. full,
-context: the drafter has no room for the request, or its context is shorter. drafter_down: it has
-ended. bad_reply: its drafts were not usable. ending: the request is finished or aborted already.
+waited for after one of those. prefill: the drafter has not read the whole request yet. full,
+context: the drafter has no room for the request, or its context is shorter. drafter_down: it is
+gone, or is back and has not been told of the request yet. bad_reply: its drafts were not usable.
+ending: the request is finished or aborted already.
 """
 
 PLAIN_CAUSES: tuple[PlainCause, ...] = get_args(PlainCause)

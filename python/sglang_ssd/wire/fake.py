@@ -181,8 +181,9 @@ class FakeTargetEnd:
         for parcel in self._wire.fetch("to_target", self._peer):
             try:
                 received.append(FromDrafter(*decode_to_target(parcel.frames)))
-            except ProtocolError:
+            except ProtocolError as error:
                 self.stats.malformed += 1
+                self.stats.refused[error.cause] = self.stats.refused.get(error.cause, 0) + 1
         self.stats.received += len(received)
         return received
 
@@ -204,8 +205,9 @@ class FakeDrafterEnd:
         for parcel in self._wire.fetch("to_drafter", None):
             try:
                 received.append(FromTarget(parcel.peer, *decode_to_drafter(parcel.frames)))
-            except ProtocolError:
+            except ProtocolError as error:
                 self.stats.malformed += 1
+                self.stats.refused[error.cause] = self.stats.refused.get(error.cause, 0) + 1
         self.stats.received += len(received)
         return received
 

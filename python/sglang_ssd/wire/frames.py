@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from sglang_ssd.wire.messages import (
     DraftClose,
     DraftSync,
     Hello,
+    HelloRequest,
     Refusal,
     SpeculateReply,
     ToDrafter,
@@ -33,10 +34,14 @@ MAX_FRAME_BYTES = 32 << 20
 """No frame is larger: about 8 million token ids."""
 
 Ids = Sequence[int]
+Cause = Literal["header", "oversize", "schema_version", "columns", "id_frame", "row"]
+"""Why something was refused; "row": it is well-formed, but does not fit its sequence."""
+
 M = TypeVar("M")
 
 _ID_BYTES = 4
-_HANDSHAKE = (Hello, Welcome, Refusal)  # read under any stamp: they compare the versions
+# Read under any stamp: they compare the versions.
+_HANDSHAKE = (Hello, Welcome, Refusal, HelloRequest)
 _encoder = msgspec.msgpack.Encoder()
 _to_drafter: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)
 _to_target: msgspec.msgpack.Decoder[ToTarget] = msgspec.msgpack.Decoder(ToTarget)
@@ -48,6 +53,7 @@ class ProtocolError(ValueError):
     def __init__(
         self,
         *,
+        cause: Cause = "row",
         expected: str,
         got: object,
         rid: str | None = None,
@@ -56,6 +62,7 @@ class ProtocolError(ValueError):
         super().__init__(
             f"rid={rid} base_committed_len={base_committed_len}: expected {expected}, got {got}"
         )
+        self.cause: Cause = cause
         self.rid = rid
         self.base_committed_len = base_committed_len
         self.expected = expected
@@ -85,16 +92,24 @@ def check_token_ids(ids: Ids, vocab_size: int) -> bool:
 
 def _decode(frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[M]) -> tuple[M, list[int]]:
     if not frames or not frames[0]:
-        raise ProtocolError(expected="a header frame", got="nothing")
+        raise ProtocolError(cause="header", expected="a header frame", got="nothing")
     oversize = [len(frame) for frame in frames if len(frame) > MAX_FRAME_BYTES]
     if oversize:
-        raise ProtocolError(expected=f"at most {MAX_FRAME_BYTES} bytes a frame", got=oversize[0])
+        raise ProtocolError(
+            cause="oversize", expected=f"at most {MAX_FRAME_BYTES} bytes a frame", got=oversize[0]
+        )
     try:
         message = decoder.decode(memoryview(frames[0])[1:])
     except msgspec.MsgspecError as error:
-        raise ProtocolError(expected="a message of this direction", got=error) from error
+        raise ProtocolError(
+            cause="header", expected="a message of this direction", got=error
+        ) from error
     if frames[0][0] != SCHEMA_VERSION and not isinstance(message, _HANDSHAKE):
-        raise ProtocolError(expected=f"schema version {SCHEMA_VERSION}", got=frames[0][0])
+        raise ProtocolError(
+            cause="schema_version",
+            expected=f"schema version {SCHEMA_VERSION}",
+            got=frames[0][0],
+        )
     return message, _decode_ids(message, frames[1:])
 
 
@@ -102,12 +117,16 @@ def _decode_ids(message: object, frames: Sequence[bytes]) -> list[int]:
     num_ids = _num_ids(message)
     if num_ids is None:
         if frames:
-            raise ProtocolError(expected="no id frame", got=f"{len(frames)} frames")
+            raise ProtocolError(
+                cause="id_frame", expected="no id frame", got=f"{len(frames)} frames"
+            )
         return []
     num_bytes = [len(frame) for frame in frames]
     if num_bytes != [num_ids * _ID_BYTES]:
         raise ProtocolError(
-            expected=f"one frame of {num_ids} int32", got=f"frames of {num_bytes} bytes"
+            cause="id_frame",
+            expected=f"one frame of {num_ids} int32",
+            got=f"{len(frames)} frames of {num_bytes[:3]} bytes",
         )
     ids = array("i")
     ids.frombytes(frames[0])
@@ -146,4 +165,4 @@ def _num_ids(message: object) -> int | None:
 def _check_columns(rids: Sequence[str], **columns: Sequence[object]) -> None:
     for name, values in columns.items():
         if len(values) != len(rids):
-            raise ProtocolError(expected=f"{len(rids)} {name}", got=len(values))
+            raise ProtocolError(cause="columns", expected=f"{len(rids)} {name}", got=len(values))

@@ -62,6 +62,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     vocab_size: int
     context_len: int
     max_sequences: int
+    drafter_id: str = ""  # new for every drafter process; schema 1 had none
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -70,6 +71,10 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     reasons: list[str]
     block_index: int = -1
     block_tokens: list[str] = []
+
+
+class HelloRequest(msgspec.Struct, frozen=True, tag="hello?"):
+    """The drafter's answer to a target that it has not welcomed, as after its own restart."""
 
 
 class DraftSync(msgspec.Struct, frozen=True, tag="sync"):
@@ -140,4 +145,4 @@ class DrafterStatus(msgspec.Struct, frozen=True, tag="status"):
 
 
 ToDrafter = Hello | DraftSync | VerifyCommit | DraftClose | StatusRequest
-ToTarget = Welcome | Refusal | SpeculateReply | DrafterStatus
+ToTarget = Welcome | Refusal | HelloRequest | SpeculateReply | DrafterStatus

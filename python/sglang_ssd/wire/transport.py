@@ -9,10 +9,12 @@ safe (messages.py). Malformed input is counted and dropped; it never reaches the
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import socket as socketlib
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +24,14 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
+from sglang_ssd.wire.curve import (
+    PEERS_FLAG,
+    SECRET_FLAG,
+    HandshakeMonitor,
+    KeyFiles,
+    secure_drafter,
+    secure_target,
+)
 from sglang_ssd.wire.frames import (
     MAX_FRAME_BYTES,
     Ids,
@@ -31,10 +41,14 @@ from sglang_ssd.wire.frames import (
     encode,
 )
 from sglang_ssd.wire.messages import ToDrafter, ToTarget
+from sglang_ssd.wire.refusals import NoticeLog
+
+logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 1024
 """Messages that queue per peer and direction before sends are dropped."""
 
+_MONITOR_S = 1.0
 _MAX_PER_RECEIVE = 256  # so that one peer's flood cannot keep the owner from its own work
 _IPC = "ipc://"
 _DIRECTORY_PREFIX = "sglang-ssd-"
@@ -51,6 +65,8 @@ class TransportStats(msgspec.Struct):
     received: int = 0
     dropped: int = 0  # not sent: the peer's queue was full, or nobody was there
     malformed: int = 0  # received and thrown away
+    refused: dict[str, int] = msgspec.field(default_factory=dict)
+    """What was thrown away or kept out, by cause (frames.Cause, and "key": a failed handshake)."""
 
 
 class FromDrafter(NamedTuple):
@@ -97,35 +113,51 @@ class DrafterTransport(Protocol):
 class TargetSocket:
     """Connects to a drafter that may not be there yet, or that is started again later."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.stats = TransportStats()
+    def __init__(self, endpoint: str, keys: KeyFiles | None = None) -> None:
+        validate_endpoint(endpoint, has_keys=keys is not None)
+        self._gate = _Gate(endpoint)
+        self.stats = self._gate.stats
         self._context = zmq.Context()
         self._socket = _open_socket(self._context, zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         # Queue only for a peer that is connected: what is meant for this moment is useless later.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.connect(validate_endpoint(endpoint))
+        if keys is not None:
+            secure_target(self._socket, keys)
+            self._gate.watch(self._socket)
+        self._endpoint = endpoint
+        self._socket.connect(endpoint)
 
     def send(self, message: ToDrafter, frames: Sequence[Ids] = ()) -> bool:
         return _send(self._socket, encode(message, frames), self.stats)
 
     def receive(self, timeout_s: float) -> list[FromDrafter]:
-        return _receive(self._socket, timeout_s, _decode_from_drafter, self.stats)
+        if self._gate.look():  # libzmq does not try again by itself after a refusal
+            self._socket.disconnect(self._endpoint)
+            self._socket.connect(self._endpoint)
+        return _receive(self._socket, timeout_s, _decode_from_drafter, self._gate)
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        if not self._context.closed:
+            self._gate.close()
+            self._context.destroy(linger=0)
 
 
 class DrafterSocket:
     """Binds; `endpoint` is the address that targets connect to (a tcp port 0 is resolved)."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.stats = TransportStats()
+    def __init__(self, endpoint: str, keys: KeyFiles | None = None) -> None:
+        _refuse_taken_path(validate_endpoint(endpoint, has_keys=keys is not None))
+        self._gate = _Gate(endpoint)
+        self.stats = self._gate.stats
         self._context = zmq.Context()
+        self._guard = None
         self._socket = _open_socket(self._context, zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to nobody is an error we count
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a target that reconnects keeps its name
-        _refuse_taken_path(validate_endpoint(endpoint))
+        if keys is not None:
+            self._guard = secure_drafter(self._context, self._socket, keys)
+            self._gate.watch(self._socket)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -133,11 +165,15 @@ class DrafterSocket:
         return _send(self._socket, [peer, *encode(message, frames)], self.stats)
 
     def receive(self, timeout_s: float) -> list[FromTarget]:
-        return _receive(self._socket, timeout_s, _decode_from_target, self.stats)
+        self._gate.look()
+        return _receive(self._socket, timeout_s, _decode_from_target, self._gate)
 
     def close(self) -> None:
         if self._context.closed:
             return
+        self._gate.close()
+        if self._guard is not None:
+            self._guard.stop()
         self._context.destroy(linger=0)
         if self.endpoint.startswith(_IPC):  # libzmq leaves the file
             path = Path(self.endpoint.removeprefix(_IPC))
@@ -147,13 +183,45 @@ class DrafterSocket:
                     path.parent.rmdir()
 
 
-def validate_endpoint(endpoint: str) -> str:
-    """The endpoint itself. ValueError unless it is ipc:// or tcp:// on the loopback interface."""
-    reason = _refusal(endpoint)
+class _Gate:
+    """What one end refuses: counted by cause, said once per cause and interval."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.stats = TransportStats()
+        self._endpoint = endpoint
+        self._notices = NoticeLog(logger)
+        self.stats.refused = self._notices.counts
+        self._monitor: HandshakeMonitor | None = None
+        self._next_look = 0.0
+
+    def watch(self, socket: zmq.Socket[bytes]) -> None:
+        """Count failed handshakes of this socket too."""
+        self._monitor = HandshakeMonitor(socket, self._notices, self._endpoint)
+
+    def look(self) -> bool:
+        """Now and then, on the way to receive; whether a handshake has failed."""
+        if self._monitor is None or time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + _MONITOR_S
+        return self._monitor.look()
+
+    def refuse(self, error: ProtocolError) -> None:
+        self.stats.malformed += 1
+        self._notices.warn(error.cause, f"SSD wire {self._endpoint}: a message is refused: {error}")
+
+    def close(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+
+
+def validate_endpoint(endpoint: str, *, has_keys: bool = False) -> str:
+    """The endpoint itself. ValueError unless it is ipc://, tcp:// on the loopback interface, or,
+    with CURVE keys, any tcp://."""
+    reason = _refusal(endpoint, has_keys=has_keys)
     if reason is not None:
         raise ValueError(
-            f"--ssd-endpoint {endpoint}: {reason}; allowed are ipc:///path of a socket and "
-            "tcp://127.0.0.1:port (tcp beyond this machine needs encryption, not supported yet)"
+            f"--ssd-endpoint {endpoint}: {reason}; allowed are ipc:///path of a socket, "
+            f"tcp://127.0.0.1:port and, with {SECRET_FLAG} and {PEERS_FLAG}, tcp://host:port"
         )
     return endpoint
 
@@ -175,7 +243,7 @@ def unique_ipc_endpoint() -> str:
     return f"{_IPC}{tempfile.mkdtemp(prefix=f'{_DIRECTORY_PREFIX}{os.getpid()}-')}/drafter"
 
 
-def _refusal(endpoint: str) -> str | None:
+def _refusal(endpoint: str, *, has_keys: bool) -> str | None:
     if endpoint.startswith(_IPC):
         path = endpoint.removeprefix(_IPC)
         if not path.startswith("/"):
@@ -190,8 +258,10 @@ def _refusal(endpoint: str) -> str | None:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         return str(error)
-    if host not in _LOOPBACK_HOSTS:
-        return f"host {host} is not the loopback interface"
+    if host not in _LOOPBACK_HOSTS and not has_keys:
+        return f"host {host} is not the loopback interface, and there are no keys"
+    if not host:
+        return "no host"
     if port is None or parts.path:
         return "no port"
     return None
@@ -202,7 +272,8 @@ def _open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Sock
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    # A frame above our limit is counted and refused; far above, libzmq ends the connection.
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES)
     return socket
 
 
@@ -222,7 +293,7 @@ def _receive(
     socket: zmq.Socket[bytes],
     timeout_s: float,
     decode: Callable[[list[bytes]], T],
-    stats: TransportStats,
+    gate: _Gate,
 ) -> list[T]:
     # One blocking call and no exception on the usual path: a round waits for this.
     received: list[T] = []
@@ -234,12 +305,12 @@ def _receive(
     for num_left in reversed(range(_MAX_PER_RECEIVE)):
         try:
             received.append(decode(frames))
-        except ProtocolError:
-            stats.malformed += 1
+        except ProtocolError as error:
+            gate.refuse(error)
         if not num_left or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             break
         frames = socket.recv_multipart()
-    stats.received += len(received)
+    gate.stats.received += len(received)
     return received
 
 

@@ -1,0 +1,107 @@
+"""GET /ssd/status and POST /ssd/reload_drafter on SGLang's own HTTP server.
+
+They run in the HTTP process; the drafter belongs to a scheduler process. A GetInternalStateReq of
+SGLang carries the question there and the state back, for every replica; a reload travels as its
+`rid`, the one text that the message has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from sglang.srt.managers.io_struct import GetInternalStateReq
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_ssd.config import load_config
+
+RELOAD_PREFIX = "ssd-reload:"
+"""Begins the rid of a GetInternalStateReq that asks for a reload; ReloadRequest as JSON follows."""
+
+STATES = ("ready", "off", "degraded", "starting", "restarting", "dead", "refused")
+"""States of a drafter, best first; a server of several replicas is in the worst of theirs."""
+
+NO_DRAFTER = {"state": "off", "reload": {"state": "failed", "error": "this server has no drafter"}}
+
+_HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+_POLL_S = 0.5
+
+
+class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /ssd/reload_drafter. Left out: what the drafter was started with."""
+
+    model_path: str | None = None
+    revision: str | None = None
+
+
+def add_routes(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """After TokenizerManager.__init__: the HTTP process is the one that has SGLang's app."""
+    module = sys.modules.get(_HTTP_SERVER)
+    if module is not None and not any(_is_ours(route) for route in module.app.routes):
+        _add_to(module.app, manager)
+
+
+def _is_ours(route: Any) -> bool:
+    return getattr(route, "path", "").startswith("/ssd/")
+
+
+def _add_to(app: FastAPI, manager: Any) -> None:
+    async def ssd_status() -> JSONResponse:
+        return JSONResponse(overview(await _ask(manager)))
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def ssd_reload_drafter(request: Request) -> JSONResponse:
+        return await _reload(manager, await request.body())
+
+    app.add_api_route("/ssd/status", ssd_status, methods=["GET"])
+    app.add_api_route("/ssd/reload_drafter", ssd_reload_drafter, methods=["POST"])
+
+
+def overview(replicas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The worst state, and every replica's."""
+    worst = max((STATES.index(replica["state"]) for replica in replicas), default=1)
+    return {"state": STATES[worst], "replicas": replicas}
+
+
+async def _reload(manager: Any, body: bytes) -> JSONResponse:
+    """Answers when the new drafter serves, or when it is known that it will not."""
+    try:
+        request = msgspec.json.decode(body or b"{}", type=ReloadRequest)
+    except msgspec.MsgspecError as error:
+        return _answer(400, f"body of /ssd/reload_drafter: {error}; known are model_path, revision")
+    replicas = await _ask(manager, RELOAD_PREFIX + msgspec.json.encode(request).decode())
+    deadline = time.monotonic() + load_config().start_timeout_s
+    while not (errors := _reload_errors(replicas)) and _is_loading(replicas):
+        if time.monotonic() > deadline:
+            return _answer(504, "the drafter is still loading; /ssd/status tells how it goes on")
+        await asyncio.sleep(_POLL_S)
+        replicas = await _ask(manager)
+    if errors:
+        return _answer(400, "; ".join(errors))
+    return JSONResponse(overview(replicas))
+
+
+def _is_loading(replicas: list[dict[str, Any]]) -> bool:
+    return any(replica["reload"]["state"] == "loading" for replica in replicas)
+
+
+def _reload_errors(replicas: list[dict[str, Any]]) -> list[str]:
+    """Reasons of the replicas that did not take the model, each once."""
+    reloads = [replica["reload"] for replica in replicas]
+    return list(dict.fromkeys(one["error"] for one in reloads if one["state"] == "failed"))
+
+
+async def _ask(manager: Any, rid: str | None = None) -> list[dict[str, Any]]:
+    """The drafter's state in every replica."""
+    manager.auto_create_handle_loop()
+    answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=rid))
+    return [answer.internal_state.get("ssd", NO_DRAFTER) for answer in answers]
+
+
+def _answer(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message}}, status_code=status)

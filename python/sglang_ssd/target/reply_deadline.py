@@ -1,0 +1,79 @@
+"""How long a round may wait for its drafts, learnt from how long replies took.
+
+    answering   wait for twice the slowest of the last replies, within the two bounds
+    late        heard of, but too late: no wait for 2, 4, 8 longest waits, then another try; a reply
+                that was quick enough ends the pause at once
+    silent      nothing heard within a wait: no wait at all until something is heard
+
+So a drafter that stops costs one wait, and one that is always too slow a ninth of the time at most.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+_WINDOW = 64
+_LEAST_SAMPLES = 8
+_MARGIN = 2.0
+_MOST_DOUBLINGS = 3
+_FRESH_START_S = 1.0  # a silence this long was a stop, not slowness: past misses say nothing
+
+
+class ReplyDeadline:
+    """Replies and misses in, the next wait out. Times are seconds of one monotonic clock."""
+
+    def __init__(self, *, least_s: float, most_s: float) -> None:
+        self._most_s = most_s
+        self._least_s = min(least_s, most_s)
+        self._replies: deque[float] = deque(maxlen=_WINDOW)
+        self._misses = 0
+        self._paused_until = 0.0
+        self._heard_at = 0.0
+        self.is_silent = False
+
+    @property
+    def seconds(self) -> float:
+        """The wait as it is now."""
+        if len(self._replies) < _LEAST_SAMPLES:
+            return self._most_s
+        return min(self._most_s, max(self._least_s, _MARGIN * max(self._replies)))
+
+    def next_wait(self, now: float) -> float:
+        """How long the round that starts now may wait."""
+        return 0.0 if self.is_silent or now < self._paused_until else self.seconds
+
+    def note_reply(self, took_s: float) -> None:
+        """A reply, on time or not, that came took_s after its question."""
+        self._replies.append(min(took_s, self._most_s))
+        if took_s <= self._most_s:
+            self._paused_until = 0.0
+
+    def note_kept(self) -> None:
+        """A round had all its drafts."""
+        self._misses = 0
+        self._paused_until = 0.0
+
+    def note_missed(self, now: float) -> None:
+        """A wait ended without all drafts."""
+        if self._heard_at < now - self.seconds:
+            self.is_silent = True
+        self._misses += 1
+        self._paused_until = now + self._most_s * 2 ** min(self._misses, _MOST_DOUBLINGS)
+
+    def note_heard(self, now: float) -> None:
+        """Any message of the drafter."""
+        if self.is_silent and now - self._heard_at > _FRESH_START_S:
+            self.start_afresh()
+        self.is_silent = False
+        self._heard_at = now
+
+    def note_unreachable(self) -> None:
+        """Nobody took a message: nothing to wait for."""
+        self.is_silent = True
+
+    def start_afresh(self) -> None:
+        """Another drafter, or one that had been stopped."""
+        self._replies.clear()
+        self._misses = 0
+        self._paused_until = 0.0
+        self.is_silent = False

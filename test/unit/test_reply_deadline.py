@@ -1,0 +1,78 @@
+"""How long a round waits: bounds, adaptation, one wait for a stop, few for a slow drafter."""
+
+from __future__ import annotations
+
+from sglang_ssd.target.reply_deadline import ReplyDeadline
+
+
+def answering(*replies_s: float, least_s: float = 0.1, most_s: float = 0.5) -> ReplyDeadline:
+    deadline = ReplyDeadline(least_s=least_s, most_s=most_s)
+    for took in replies_s:
+        deadline.note_heard(0.0)
+        deadline.note_reply(took)
+    return deadline
+
+
+def test_few_replies_teach_nothing() -> None:
+    assert answering(*[0.001] * 7).seconds == 0.5
+
+
+def test_the_wait_is_twice_the_slowest_reply_within_bounds() -> None:
+    assert answering(*[0.09] * 7, 0.11).seconds == 0.22
+    assert answering(*[0.001] * 8).seconds == 0.1
+    assert answering(*[0.4] * 8).seconds == 0.5
+    assert answering(*[9.0] * 8).seconds == 0.5
+
+
+def test_the_least_never_exceeds_the_most() -> None:
+    assert answering(*[0.001] * 8, least_s=0.1, most_s=0.02).seconds == 0.02
+
+
+def test_old_replies_are_forgotten() -> None:
+    assert answering(0.25, *[0.08] * 63).seconds == 0.5
+    assert answering(0.25, *[0.08] * 64).seconds == 0.16
+
+
+def test_silence_ends_all_waits_until_something_is_heard() -> None:
+    deadline = answering()
+    assert deadline.next_wait(10.0) == 0.5
+    deadline.note_missed(10.5)
+    assert [deadline.next_wait(now) for now in (10.5, 60.0, 600.0)] == [0.0] * 3
+    deadline.note_heard(600.0)
+    assert deadline.next_wait(600.0) == 0.5
+
+
+def test_a_slow_drafter_is_tried_ever_more_rarely() -> None:
+    """Each try is heard of, but too late; waits are a ninth of the time at most in the end."""
+    deadline = answering()
+    now, waited = 0.0, 0.0
+    for _ in range(1000):
+        wait = deadline.next_wait(now)
+        now += wait
+        if wait:
+            deadline.note_heard(now - 0.01)
+            deadline.note_missed(now)
+            waited += wait
+        now += 0.1
+        deadline.note_reply(0.9)
+    assert waited / now < 0.13
+
+
+def test_a_late_reply_that_was_quick_enough_ends_the_pause() -> None:
+    deadline = answering()
+    deadline.note_heard(10.4)
+    deadline.note_missed(10.5)
+    assert deadline.next_wait(10.6) == 0.0
+    deadline.note_reply(0.3)
+    assert deadline.next_wait(10.6) == 0.5
+
+
+def test_misses_before_a_long_silence_count_no_more() -> None:
+    deadline = answering()
+    for now in (1.0, 2.0, 3.0):
+        deadline.note_heard(now - 0.1)
+        deadline.note_missed(now)
+    deadline.note_missed(30.0)
+    assert deadline.is_silent
+    deadline.note_heard(90.0)
+    assert deadline.next_wait(90.0) == 0.5

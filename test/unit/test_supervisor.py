@@ -1,0 +1,182 @@
+"""The supervisor over processes that are only pretended: restarts, pauses, other models."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from sglang_ssd.drafter.process import DrafterSettings
+from sglang_ssd.target.supervisor import DrafterSupervisor, RestartPace
+
+PATIENCE_S = 10.0
+QUICK = RestartPace(delay_s=0.01, delay_max_s=0.04, healthy_s=1000.0)
+
+
+class Process:
+    """A drafter that dies when told to."""
+
+    def __init__(self, pid: int, model_path: str) -> None:
+        self.pid = pid
+        self.model_path = model_path
+        self.reason: str | None = None
+        self.thread = threading.current_thread()
+
+    def alive(self) -> bool:
+        return self.reason is None
+
+    def exit_reason(self) -> str | None:
+        return self.reason
+
+    def stop(self, timeout_s: float = 0.0) -> None:
+        self.reason = self.reason or "stopped"
+
+
+class Nursery:
+    """Starts processes and remembers them; those of a doomed model are dead at once."""
+
+    def __init__(self) -> None:
+        self.processes: list[Process] = []
+        self.times: list[float] = []
+        self.doomed: set[str] = set()
+
+    def start(self, settings: DrafterSettings) -> Process:
+        process = Process(len(self.processes) + 1, settings.model_path)
+        if settings.model_path in self.doomed:
+            process.reason = f"{settings.model_path} is no model"
+        self.processes.append(process)
+        self.times.append(time.monotonic())
+        return process
+
+
+Supervise = Callable[..., DrafterSupervisor]
+
+
+@pytest.fixture
+def nursery() -> Nursery:
+    return Nursery()
+
+
+@pytest.fixture
+def supervise(nursery: Nursery) -> Iterator[Supervise]:
+    started: list[DrafterSupervisor] = []
+
+    def make(pace: RestartPace = QUICK) -> DrafterSupervisor:
+        settings = DrafterSettings(model_path="first", endpoint="ipc:///x")
+        started.append(DrafterSupervisor(nursery.start, settings, pace))
+        started[-1].start()
+        return started[-1]
+
+    yield make
+    for supervisor in started:
+        supervisor.stop()
+        assert not supervisor._thread.is_alive()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.002)
+
+
+def test_a_drafter_that_never_served_is_not_started_again(
+    nursery: Nursery, supervise: Supervise
+) -> None:
+    nursery.doomed.add("first")
+    supervisor = supervise()
+    wait_for(supervisor.has_failed)
+    assert supervisor.failure() == "first is no model"
+    assert len(nursery.processes) == 1
+
+
+def test_one_that_served_is_started_again_by_the_same_thread(
+    nursery: Nursery, supervise: Supervise
+) -> None:
+    """The kernel kills the drafter with the thread that started it."""
+    supervisor = supervise()
+    supervisor.note_ready()
+    nursery.processes[0].reason = "signal 9"
+    wait_for(lambda: len(nursery.processes) == 2 and supervisor.alive())
+    assert supervisor.last_error == "signal 9"
+    assert (supervisor.num_starts, supervisor.pid) == (2, 2)
+    assert nursery.processes[0].thread is nursery.processes[1].thread
+    assert nursery.processes[0].thread is not threading.current_thread()
+
+
+def test_the_pause_doubles_up_to_its_bound(nursery: Nursery, supervise: Supervise) -> None:
+    """Red when a drafter that dies at once is started as fast as the machine can."""
+    supervisor = supervise(RestartPace(delay_s=0.05, delay_max_s=0.2, healthy_s=1000.0))
+    supervisor.note_ready()
+    nursery.doomed.add("first")
+    nursery.processes[0].reason = "signal 9"
+    wait_for(lambda: len(nursery.processes) == 6)
+    times = nursery.times
+    pauses = [after - before for before, after in itertools.pairwise(times[1:])]
+    assert all(p >= least for p, least in zip(pauses, [0.1, 0.2, 0.2, 0.2], strict=True))
+
+
+def test_a_while_of_health_sets_the_pause_back(nursery: Nursery, supervise: Supervise) -> None:
+    supervisor = supervise(RestartPace(delay_s=0.01, delay_max_s=60.0, healthy_s=0.0))
+    for number in range(12):  # 0.01 * 2**12 s would outlast the test
+        wait_for(lambda number=number: len(nursery.processes) == number + 1)
+        wait_for(supervisor.alive)
+        supervisor.note_ready()
+        nursery.processes[-1].reason = "signal 9"
+    wait_for(lambda: len(nursery.processes) == 13)
+
+
+def test_another_model_takes_the_place_of_the_first(nursery: Nursery, supervise: Supervise) -> None:
+    supervisor = supervise()
+    supervisor.note_ready()
+    supervisor.ask_reload(DrafterSettings(model_path="second"))
+    wait_for(lambda: supervisor.pid == 2)
+    assert nursery.processes[0].reason == "stopped"
+    assert supervisor.reload is not None
+    assert supervisor.reload.state == "loading"
+    supervisor.note_ready()
+    assert supervisor.reload.state == "done"
+    assert supervisor.model_path == "second"
+    assert supervisor.last_error == ""
+
+
+@pytest.mark.parametrize("how", ["dies", "is refused"])
+def test_the_first_comes_back_if_the_other_cannot_serve(
+    nursery: Nursery, supervise: Supervise, how: str
+) -> None:
+    supervisor = supervise()
+    supervisor.note_ready()
+    if how == "dies":
+        nursery.doomed.add("second")
+    supervisor.ask_reload(DrafterSettings(model_path="second"))
+    wait_for(lambda: supervisor.pid >= 2)
+    if how == "is refused":
+        supervisor.note_refused("vocabulary size 5")
+    wait_for(lambda: supervisor.pid == 3 and supervisor.alive())
+    assert nursery.processes[-1].model_path == "first"
+    assert supervisor.reload is not None
+    assert supervisor.reload.state == "failed"
+    expected = {"dies": "second is no model", "is refused": "vocabulary size 5"}[how]
+    assert supervisor.reload.error == expected
+
+
+def test_a_start_that_is_impossible_is_tried_again(
+    nursery: Nursery, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = supervise()
+    supervisor.note_ready()
+    attempts = []
+
+    def start(settings: DrafterSettings) -> Process:
+        attempts.append(settings)
+        if len(attempts) == 1:
+            raise OSError("no more processes")
+        return nursery.start(settings)
+
+    monkeypatch.setattr(supervisor, "_start", start)
+    nursery.processes[0].reason = "signal 9"
+    wait_for(lambda: len(attempts) == 2 and supervisor.alive())
+    assert "no more processes" in supervisor.last_error
