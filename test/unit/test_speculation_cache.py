@@ -359,6 +359,25 @@ def test_a_commit_on_a_wrong_base_is_refused(base, tokens):
         in_flight().cache.unseen_tokens(base, tokens)
 
 
+@pytest.mark.parametrize(
+    ("base", "tokens", "position"),
+    [(2, [30, 40], None), (2, [30, 99], 3), (1, [5], 1), (4, [7], None), (2, [30, 41, 1], 3)],
+)
+def test_the_first_id_that_contradicts_is_found(base, tokens, position):
+    assert in_flight().cache.contradicted_at(base, tokens) == position  # committed: 10 20 30 40
+
+
+def test_a_rewind_keeps_the_prefix_and_unfeeds_its_last_token():
+    one = in_flight()
+    before = one.cache.all_slots()
+    kept = one.cache.slots[:1]
+    freed = one.cache.rewind(2)
+    assert (one.cache.tokens, one.cache.committed_len, one.cache.slots) == ([10, 20], 2, kept)
+    assert sorted([*freed, *kept]) == sorted(before)
+    assert one.cache.unfed_tokens == [20]
+    assert not one.cache.has_tree
+
+
 def test_release_gives_back_every_slot():
     one = in_flight()
     one.pool.give_back(one.cache.release())

@@ -289,6 +289,25 @@ class SpeculationCache:
             raise ValueError(f"ids from {base_committed_len} contradict the committed ones")
         return list(tokens[known:])
 
+    def contradicted_at(self, base_committed_len: int, tokens: Sequence[int]) -> int | None:
+        """Position of the first of a commit's ids that is not what is committed there."""
+        overlap = self.tokens[base_committed_len : self.committed_len]
+        agreed = _common_len(overlap, tokens)
+        is_contradicted = agreed < min(len(overlap), len(tokens))
+        return base_committed_len + agreed if is_contradicted else None
+
+    def rewind(self, committed_len: int) -> IntArray:
+        """Uncommit what follows the first committed_len ids; returns the slots that left.
+
+        The last id that stays is unfed: what the drafter says after it has to be asked anew.
+        """
+        assert 1 <= committed_len <= self.committed_len, "a sequence has at least one token"
+        freed = self._branch_slots() + self.slots[committed_len - 1 :]
+        self._cohorts, self._unguessed, self.candidates = [], [], []
+        del self.tokens[committed_len:], self.slots[committed_len - 1 :]
+        self.committed_len = committed_len
+        return np.array(freed, dtype=np.int64)
+
     def take(self, new_tokens: Sequence[int]) -> Taken:
         """Walk the true ids after the committed ones: d1 .. dk, bonus; more after lost commits.
 

@@ -51,6 +51,7 @@ from sglang_ssd.wire.messages import (
     VerifyCommit,
     Welcome,
 )
+from sglang_ssd.wire.refusals import NoticeLog
 from sglang_ssd.wire.transport import DrafterTransport, FromTarget
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class DraftLoop:
         self._limits: dict[bytes, Limits] = {}  # per target that was welcomed
         self._outbox = Outbox(transport)
         self._pace = Pace()
+        self._notices = NoticeLog(logger)
         self._forwards_since_slice = 0
         self._next_expiry = 0.0
         self.stats = LoopStats()
@@ -176,7 +178,8 @@ class DraftLoop:
                 vocab_size=min(hello.vocab_size, self._abilities.vocab_size),
             )
         else:
-            logger.error("refuses target %s: %s", hello.target_id, "; ".join(answer.reasons))
+            reasons = "; ".join(answer.reasons)
+            self._notices.warn("hello", f"refuses target {hello.target_id}: {reasons}")
         self._transport.send(peer, answer)
 
     def _forget_idle_peers(self) -> None:
@@ -221,7 +224,7 @@ class DraftLoop:
                 self._commit_row(peer, commit, index, ids[start:end])
             except ProtocolError as error:
                 self.stats.protocol_errors += 1
-                logger.warning("drops a sequence: %s", error)
+                self._notices.warn("row", f"drops a sequence: {error}")
                 self._forget(peer, rid)
                 self._refuse_row(peer, commit, index, "unknown")
             start = end
@@ -254,6 +257,11 @@ class DraftLoop:
                 expected=f"ids below {self._abilities.vocab_size}",
                 got=(min(ids), max(ids)),
             )
+        fork = seq.cache.contradicted_at(base, ids)
+        if fork is not None:
+            self.stats.protocol_errors += 1
+            self._notices.warn("contradiction", f"rewinds {seq.rid} to {fork} ids")
+            self.table.rewind(seq, fork)
         try:
             return seq.cache.unseen_tokens(base, ids)
         except ValueError as error:

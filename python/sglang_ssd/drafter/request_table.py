@@ -190,6 +190,11 @@ class RequestTable:
         self._reserve(seq, seq.cache.committed_len)
         return taken
 
+    def rewind(self, seq: Sequence, committed_len: int) -> None:
+        """Forget what was committed after committed_len."""
+        self.give_back(seq.cache.rewind(committed_len))
+        self._reserve(seq, committed_len)
+
     def add_pass(self, seq: Sequence, slots: IntArray, candidates: IntArray) -> None:
         """A pass of the tree: slots [R], candidates [R, C]; the fed draft's slot joins the line."""
         start = seq.cache.trunk_len
