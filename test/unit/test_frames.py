@@ -159,6 +159,8 @@ def test_ids_must_be_as_many_as_declared(message, id_frames):
         {"base_committed_lens": [0, 7]},
         {"num_verified_drafts": [4, -1]},
         {"num_tokens": [5, -1]},
+        {"base_committed_lens": [2**63, 7]},
+        {"num_tokens": [2**63, 1]},
     ],
 )
 def test_columns_of_a_commit_agree(change):

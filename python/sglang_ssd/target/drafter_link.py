@@ -28,6 +28,7 @@ from sglang_ssd.wire.messages import (
     VerifyCommit,
     Welcome,
 )
+from sglang_ssd.wire.refusals import NoticeLog
 from sglang_ssd.wire.token_map import TOKENS_PER_BLOCK, token_block
 from sglang_ssd.wire.transport import FromDrafter, Transport
 
@@ -78,6 +79,7 @@ class DrafterLink:
         self._num_starts = 0 if drafter is None else drafter.num_starts
         self._next_hello = 0.0
         self._hello_pause_s = _FIRST_HELLO_S
+        self._notices = NoticeLog(logger)
         self.phase: Phase = "greeting"
         self.welcome: Welcome | None = None
         self.lives = 0
@@ -142,8 +144,7 @@ class DrafterLink:
 
     def _refuse(self, reason: str) -> None:
         self.last_error = f"the SSD drafter refuses this target: {reason}"
-        if self.phase != "refused":
-            logger.error("%s", self.last_error)
+        self._notices.warn("refused", self.last_error)
         self.phase = "refused"
         self._hello_pause_s = _MOST_HELLO_S
         if self._drafter is not None:

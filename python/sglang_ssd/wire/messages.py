@@ -19,9 +19,11 @@ import msgspec
 
 SCHEMA_VERSION = 2
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Length = Annotated[int, msgspec.Meta(ge=1)]
-Rank = Annotated[int, msgspec.Meta(ge=-1)]
+_MOST = (1 << 31) - 1  # sums of a few still fit a message
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+Length = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+Rank = Annotated[int, msgspec.Meta(ge=-1, le=_MOST)]
 
 Served = Literal["hit", "chain_hit", "jit", "sync", "none", "prefill", "full", "context", "unknown"]
 """How a reply row came about.
