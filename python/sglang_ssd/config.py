@@ -114,7 +114,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     reply_deadline_min_ms: Annotated[
         Positive,
         _help(
-            "The wait adapts to twice the slowest of the last 64 replies, between this and "
+            "The wait adapts to twice the slowest of the last 256 replies, between this and "
             "--ssd-reply-deadline-ms; as large as that, the wait is fixed."
         ),
     ] = 100.0

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ from harness.client import Request, generate_all, stream
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter
-from harness.server import Server, ServerPool, ServerSpec
+from harness.server import Server, ServerPool, ServerSpec, free_port
+from sglang_ssd.keys import make_keys
 
-DEADLINE_S = 0.5
+DEADLINE_S = 2.0
 SETTINGS = (("reply_deadline_ms", 1000 * DEADLINE_S),)
 NUM_TOKENS = 60
 
@@ -63,7 +67,7 @@ def test_a_drafter_that_is_struck_in_mid_stream(
         assert_same(reference, cases, answers)
         gap = max(struck.longest_gap, other.result().longest_gap)
         figures.update(longest_gap_s=round(gap, 3), step_s=round(step, 3), deadline_s=DEADLINE_S)
-        # A step is slower beside the other stream; a second wait would add 0.5 s.
+        # A step is slower beside the other stream; a second wait would add 2 s.
         assert gap <= DEADLINE_S + 2 * step + 0.1
         _assert_serves_on(server, reference)
         minutes = (time.monotonic() - start) / 60
@@ -102,7 +106,7 @@ def test_the_drafter_is_exchanged_under_load(
     target: Path, pool: ServerPool, reference: Reference, spec_for: Any
 ) -> None:
     """Red when a request notices more than speed, or a model that cannot serve takes the place."""
-    server = pool.take(spec_for("noisy"))
+    server = pool.take(spec_for("noisy", settings=(("start_timeout_s", 600),)))
     try:
         first = status(server)["replicas"][0]
         missing = reload(server, model_path="/no/such/model")
@@ -221,3 +225,54 @@ def test_a_drafter_that_never_comes_up(target: Path, pool: ServerPool) -> None:
     finally:
         server.stop(signal.SIGKILL)
     assert "--ssd-start-timeout-s 3" in server.log_text()
+
+
+@pytest.fixture
+def key_folder(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@contextmanager
+def drafter_by_hand(model: Path, port: int, key_folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    keys = key_folder / "drafter"
+    argv = ["--model-path", str(model), "--endpoint", f"tcp://0.0.0.0:{port}"]
+    argv += ["--secret-key", str(keys / "drafter.key_secret")]
+    argv += ["--peer-keys", str(keys / "targets"), "--device", "cpu", "--dtype", "float32"]
+    argv += ["--max-total-tokens", "12288"]
+    process = subprocess.Popen([sys.executable, "-m", "sglang_ssd.drafter", *argv])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_drafter_by_hand_behind_keys_may_go_and_come_back(
+    target: Path, pool: ServerPool, reference: Reference, key_folder: Path
+) -> None:
+    """Red when a target needs a restart to find its drafter again, or talks without keys."""
+    port = free_port()
+    settings = {
+        "endpoint": f"tcp://127.0.0.1:{port}",
+        "secret_key": str(key_folder / "target/target.key_secret"),
+        "peer_keys": str(key_folder / "target/drafter.key"),
+    }
+    spec = ServerSpec(model=str(target), drafter=str(target), settings=tuple(settings.items()))
+    server = pool.start(spec)
+    try:
+        with drafter_by_hand(target, port, key_folder):
+            server.wait_until_ready()
+            _assert_drafts_again(server, reference)
+        cases = _requests(server, 2)
+        assert_same(reference, cases, generate_all(server.url, cases))
+        assert status(server)["state"] == "dead"
+        refused = reload(server)
+        assert refused.status_code == 400
+        assert "was not started by this server" in refused.json()["error"]["message"]
+        with drafter_by_hand(target, port, key_folder):
+            wait_until_ready(server)
+            assert status(server)["replicas"][0]["restarts"] == 1
+            _assert_drafts_again(server, reference)
+    finally:
+        server.stop()

@@ -29,8 +29,8 @@ def test_the_least_never_exceeds_the_most() -> None:
 
 
 def test_old_replies_are_forgotten() -> None:
-    assert answering(0.25, *[0.08] * 63).seconds == 0.5
-    assert answering(0.25, *[0.08] * 64).seconds == 0.16
+    assert answering(0.25, *[0.08] * 255).seconds == 0.5
+    assert answering(0.25, *[0.08] * 256).seconds == 0.16
 
 
 def test_silence_ends_all_waits_until_something_is_heard() -> None:
@@ -64,6 +64,17 @@ def test_a_late_reply_that_was_quick_enough_ends_the_pause() -> None:
     deadline.note_missed(10.5)
     assert deadline.next_wait(10.6) == 0.0
     deadline.note_reply(0.3)
+    assert deadline.next_wait(10.6) == 0.5
+
+
+def test_a_late_reply_that_came_while_nobody_looked_has_the_benefit_of_the_doubt() -> None:
+    """A verify of 0.6 s after a wait of 0.1 s: it may have come right behind the wait."""
+    deadline = answering()
+    deadline.note_heard(10.4)
+    deadline.note_missed(10.5)
+    deadline.note_reply(0.9, at_least_s=0.7)
+    assert deadline.next_wait(10.6) == 0.0
+    deadline.note_reply(0.7, at_least_s=0.1)
     assert deadline.next_wait(10.6) == 0.5
 
 

@@ -126,6 +126,7 @@ class DraftClient:
         self._lives = 0
         self._next_generation = 1
         self._next_look = 0.0
+        self._looked_at = 0.0
         self._notices = NoticeLog(logger)
         self._told_idle = True
         self.stats = ClientStats()
@@ -148,13 +149,14 @@ class DraftClient:
     def state(self) -> DrafterState:
         """starting: not welcomed yet. degraded: silent. restarting, dead: gone, with us or without
         us to start it again."""
+        gone: DrafterState = "restarting" if self._is_supervised else "dead"
         if self.link.is_ready():
-            return "degraded" if self._deadline.is_silent else "ready"
+            if not self._deadline.is_silent:
+                return "ready"
+            return "degraded" if self.link.is_reachable else gone
         if self.link.phase == "refused":
             return "refused"
-        if not self.link.lives:
-            return "starting"
-        return "restarting" if self._is_supervised else "dead"
+        return gone if self.link.lives else "starting"
 
     def knows(self, rid: str) -> bool:
         """Whether the request was opened or declined before."""
@@ -217,8 +219,8 @@ class DraftClient:
 
     def request_status(self) -> None:
         """Ask for the drafter's own numbers; `drafter_status` has them when they come."""
-        if self._can_talk():
-            self.link.send(StatusRequest())
+        if self._can_talk() and not self.link.send(StatusRequest()):
+            self._deadline.note_unreachable()
 
     def close(self, rid: str) -> None:
         """Forget a request on both sides; harmless if it is not mirrored."""
@@ -285,12 +287,12 @@ class DraftClient:
         self.stats.degraded = True
         if not self.link.lives:
             return
+        cause = self.link.last_error
         if self.link.phase == "ready":
-            cause = (
-                f"no drafts within {self._deadline.seconds * 1000:g} ms, and nothing heard since"
-            )
-        else:
-            cause = self.link.last_error
+            waited_ms = self._deadline.seconds * 1000
+            cause = f"no drafts within {waited_ms:g} ms, and nothing heard since"
+            if not self.link.is_reachable:
+                cause = "nobody is there"
         self._notices.warn(
             self.link.phase,
             f"SSD drafter: {cause}; affected requests decode plainly meanwhile.",
@@ -419,12 +421,14 @@ class DraftClient:
     def _hear(self, timeout_s: float) -> None:
         """Take in what arrives within the time."""
         received = self.link.receive(timeout_s)
-        if not received:
-            return
         now = self._clock()
+        if not received:
+            self._looked_at = now
+            return
         self._deadline.note_heard(now)
         for message, ids in received:
             self._handle(message, ids, now)
+        self._looked_at = now
         if self.link.lives != self._lives:
             self._meet_drafter()
 
@@ -435,7 +439,7 @@ class DraftClient:
             return
         asked = self._commit_times.get(message.round_id)
         if asked is not None:
-            self._deadline.note_reply(now - asked)
+            self._deadline.note_reply(now - asked, at_least_s=self._looked_at - asked)
         start = 0
         for index, rid in enumerate(message.rids):
             end = start + message.num_drafts[index]

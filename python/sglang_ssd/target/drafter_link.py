@@ -81,6 +81,7 @@ class DrafterLink:
         self._hello_pause_s = _FIRST_HELLO_S
         self._notices = NoticeLog(logger)
         self.phase: Phase = "greeting"
+        self.is_reachable = False  # whether anybody took the last message
         self.welcome: Welcome | None = None
         self.lives = 0
         self.last_error = ""
@@ -93,7 +94,10 @@ class DrafterLink:
         self, message: DraftSync | VerifyCommit | DraftClose | StatusRequest, ids: Ids | None = None
     ) -> bool:
         """False if nobody took it."""
-        return self.is_ready() and self._transport.send(message, [] if ids is None else [ids])
+        if not self.is_ready():
+            return False
+        self.is_reachable = self._transport.send(message, [] if ids is None else [ids])
+        return self.is_reachable
 
     def receive(self, timeout_s: float) -> list[FromDrafter]:
         """Everything that arrived; what belongs to the handshake has been acted upon."""
@@ -107,7 +111,7 @@ class DrafterLink:
         now = self._clock()
         if now < self._next_hello or not self._has_process():
             return
-        self._transport.send(self._hello, [])
+        self.is_reachable = self._transport.send(self._hello, [])
         self._next_hello = now + self._hello_pause_s
         self._hello_pause_s = min(2 * self._hello_pause_s, _MOST_HELLO_S)
 

@@ -190,6 +190,7 @@ def add_ssd_state(result: None, controller: Any, state: dict[str, Any]) -> None:
     if _client is None:
         return
     _client.look()
+    _client.request_status()  # notices if nobody is there
     state["ssd"] = {**summarize(_client.stats), **drafter_state(_client, _drafter)}
 
 

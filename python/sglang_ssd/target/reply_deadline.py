@@ -1,8 +1,8 @@
 """How long a round may wait for its drafts, learnt from how long replies took.
 
     answering   wait for twice the slowest of the last replies, within the two bounds
-    late        heard of, but too late: no wait for 2, 4, 8 longest waits, then another try; a reply
-                that was quick enough ends the pause at once
+    late        heard of, but too late: no wait for 1, 2, 4, 8 longest waits, then another try; a reply
+                that may have been quick enough ends the pause at once
     silent      nothing heard within a wait: no wait at all until something is heard
 
 So a drafter that stops costs one wait, and one that is always too slow a ninth of the time at most.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 
-_WINDOW = 64
+_WINDOW = 256  # a miss now and then, which takes the drafter longest, is to be remembered
 _LEAST_SAMPLES = 8
 _MARGIN = 2.0
 _MOST_DOUBLINGS = 3
@@ -42,10 +42,11 @@ class ReplyDeadline:
         """How long the round that starts now may wait."""
         return 0.0 if self.is_silent or now < self._paused_until else self.seconds
 
-    def note_reply(self, took_s: float) -> None:
-        """A reply, on time or not, that came took_s after its question."""
+    def note_reply(self, took_s: float, *, at_least_s: float | None = None) -> None:
+        """A reply, on time or not, found took_s after its question; at_least_s: when it was not
+        there yet, for one that came while nobody looked."""
         self._replies.append(min(took_s, self._most_s))
-        if took_s <= self._most_s:
+        if (took_s if at_least_s is None else at_least_s) <= self._most_s:
             self._paused_until = 0.0
 
     def note_kept(self) -> None:
@@ -57,8 +58,8 @@ class ReplyDeadline:
         """A wait ended without all drafts."""
         if self._heard_at < now - self.seconds:
             self.is_silent = True
-        self._misses += 1
         self._paused_until = now + self._most_s * 2 ** min(self._misses, _MOST_DOUBLINGS)
+        self._misses += 1
 
     def note_heard(self, now: float) -> None:
         """Any message of the drafter."""
