@@ -310,7 +310,7 @@ def fuzz(num_frames: int, seed: int) -> Run:
             server.expect_plain_texts()
             right += len(server.texts)
             _check_counters(wire, tallies)
-            server.begin_again()
+            server.begin_again(*server.texts)
         if sent <= num_frames // 4:
             resident = _resident_mb()
     return Run(

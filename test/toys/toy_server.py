@@ -64,7 +64,13 @@ class Server:
     """A target's rounds; while it verifies, the drafter has a few turns."""
 
     def __init__(
-        self, wire: FakeWire, *, draft_seed: int, backup: str, max_batch_size: int | None = None
+        self,
+        wire: FakeWire,
+        *,
+        draft_seed: int,
+        backup: str,
+        max_batch_size: int | None = None,
+        cases: dict[str, str] | None = None,
     ) -> None:
         self.target_model = ToyDraftModel(seed=0, total_slots=1)
         self.wire = wire
@@ -81,7 +87,9 @@ class Server:
             max_batch_size=max_batch_size,
             clock=wire.clock,
         )
-        self.texts = {rid: list(prompt) for rid, prompt in PROMPTS.items()}
+        self.cases = cases or {name: name for name in PROMPTS}
+        """Of each request, whose prompt and rule it has."""
+        self.texts = {rid: list(PROMPTS[name]) for rid, name in self.cases.items()}
 
     def new_drafter(self) -> DraftLoop:
         return DraftLoop(
@@ -101,19 +109,20 @@ class Server:
         self.client.look()
         assert self.client.state == "ready"
         self.wire.faults["to_drafter"], self.wire.faults["to_target"] = to_drafter, to_target
-        self.open_all()
+        self._open(list(self.texts))
 
-    def open_all(self) -> None:
-        for rid, text in self.texts.items():
-            self.client.open(rid=rid, tokens=text, rule=RULES[rid])
-        self.verify_and_commit(list(self.texts), [[] for _ in self.texts])
-
-    def begin_again(self) -> None:
+    def begin_again(self, *rids: str) -> None:
         """The same requests once more, under the same names."""
-        for rid in PROMPTS:
+        for rid in rids:
             self.client.close(rid)
-        self.texts = {rid: list(prompt) for rid, prompt in PROMPTS.items()}
-        self.open_all()
+            self.texts[rid] = list(PROMPTS[self.cases[rid]])
+        self._open(list(rids))
+
+    def _open(self, rids: list[str]) -> None:
+        for rid in rids:
+            rule = RULES[self.cases[rid]]
+            self.client.open(rid=rid, tokens=self.texts[rid], rule=rule)
+        self.verify_and_commit(rids, [[] for _ in rids])
 
     def step_drafter(self) -> None:
         if self.drafter_runs:
@@ -129,7 +138,11 @@ class Server:
         return rounds
 
     def unfinished(self) -> list[str]:
-        return [r for r, text in self.texts.items() if len(text) < len(PROMPTS[r]) + NUM_TOKENS]
+        return [
+            rid
+            for rid, text in self.texts.items()
+            if len(text) < len(PROMPTS[self.cases[rid]]) + NUM_TOKENS
+        ]
 
     def round(self) -> None:
         rids = self.unfinished()
@@ -150,7 +163,7 @@ class Server:
 
     def verify(self, rid: str, drafts: list[int]) -> list[int]:
         text = self.texts[rid]
-        chosen = choose(self.target_model, RULES[rid], text + drafts, len(drafts) + 1)
+        chosen = choose(self.target_model, RULES[self.cases[rid]], text + drafts, len(drafts) + 1)
         _, lens = accept_chain(
             torch.tensor([drafts], dtype=torch.int64), chosen[None], torch.tensor([len(drafts)])
         )
@@ -159,5 +172,6 @@ class Server:
         return new_tokens
 
     def expect_plain_texts(self) -> None:
-        for rid, expected in plain_texts().items():
+        for rid, name in self.cases.items():
+            expected = plain_texts()[name]
             assert self.texts[rid][: len(expected)] == expected

@@ -1,0 +1,481 @@
+"""A seeded schedule of faults against a real server with requests in flight, and what they cost.
+
+    .venv/bin/python test/faults/chaos.py --model MODEL --faults 200
+
+The server connects to a proxy (proxy.py); behind it a drafter without a model (lookup_drafter.py,
+which has read the answers) is kept alive by our own supervisor. Kinds: kill, restart (told to end),
+stop (SIGSTOP, then SIGCONT), slow (replies held back), garbage (malformed frames both ways),
+generations (old replies and commits under other generations), cut (all connections dropped). Every
+fault is followed by peace for as long as it lasted, a second at least. Prints a table by kind and,
+as the last line, one JSON object; fails if an answer differs from the run without faults, one is
+lost, hits stay away for more than two seconds, fewer than half of all rows are hits, or anything is
+left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import requests
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
+
+from faults.fuzz_wire import Fuzzer
+from faults.proxy import FaultyProxy
+from harness.client import Answer, Request, generate, generate_all
+from harness.prompts import load_prompts
+from harness.server import Server, ServerSpec
+from report import add_out_flag, finish, print_table
+from sglang_ssd.drafter.process import DrafterHandle, DrafterSettings
+from sglang_ssd.target.supervisor import DrafterSupervisor, RestartPace
+from sglang_ssd.wire.frames import ProtocolError, decode_to_drafter, decode_to_target, encode
+from sglang_ssd.wire.messages import DrafterStatus, SpeculateReply, StatusRequest, VerifyCommit
+from sglang_ssd.wire.transport import TargetSocket
+
+IN_FLIGHT = 8
+NUM_STEPS = 4
+DEADLINE_MS = 300
+HITS_RETURN_S = 2.0
+LIMIT_S = 120.0
+"""Nothing here takes so long unless something is broken."""
+
+WEIGHTS = {
+    "kill": 40,
+    "restart": 15,
+    "stop": 30,
+    "slow": 25,
+    "garbage": 40,
+    "generations": 30,
+    "cut": 20,
+}
+"""How often each kind is drawn; kills come first, so that a schedule has its share of them."""
+
+
+class Fault(msgspec.Struct, frozen=True):
+    kind: str
+    seconds: float
+    """How long it lasts, where it lasts."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    kind: str
+    trouble_s: float
+    """Until the drafter was ready again."""
+    return_s: float
+    """From then until the next hit."""
+
+
+def schedule(num_faults: int, seed: int) -> list[Fault]:
+    """A sixth at least are kills."""
+    rng = random.Random(seed)
+    num_kills = max(1, num_faults * WEIGHTS["kill"] // sum(WEIGHTS.values()))
+    others = [kind for kind in WEIGHTS if kind != "kill"]
+    kinds = rng.choices(others, [WEIGHTS[kind] for kind in others], k=num_faults - num_kills)
+    kinds += ["kill"] * num_kills
+    rng.shuffle(kinds)
+    return [Fault(kind, rng.uniform(0.3, 1.2)) for kind in kinds]
+
+
+class Drafter:
+    """The lookup drafter under the product's supervisor."""
+
+    def __init__(self, endpoint: str, table: Path, vocab_size: int) -> None:
+        self._table = table
+        self._vocab_size = vocab_size
+        self.pids: list[int] = []
+        self.supervisor = DrafterSupervisor(
+            self._start,
+            DrafterSettings(model_path="lookup", endpoint=endpoint),
+            RestartPace(delay_s=0.1, delay_max_s=0.4, healthy_s=1.0),
+        )
+        self.supervisor.start()
+
+    def _start(self, settings: DrafterSettings) -> DrafterHandle:
+        flags = {
+            "--endpoint": settings.endpoint,
+            "--table": self._table,
+            "--vocab-size": self._vocab_size,
+            "--parent-pid": psutil.Process().pid,
+        }
+        script = Path(__file__).parent / "lookup_drafter.py"
+        process = subprocess.Popen(
+            [sys.executable, str(script), *(str(part) for pair in flags.items() for part in pair)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.pids.append(process.pid)
+        return DrafterHandle(process, endpoint=settings.endpoint, socket_dir=None)
+
+    def send_signal(self, what: signal.Signals) -> None:
+        psutil.Process(self.supervisor.pid).send_signal(what)
+
+    def wait_for_other_than(self, pid: int) -> None:
+        wait_until(lambda: self.supervisor.pid != pid and self.supervisor.alive(), "a new drafter")
+
+
+class Load:
+    """IN_FLIGHT clients that ask the same requests over and over and compare the answers."""
+
+    def __init__(self, url: str, cases: list[Request], expected: list[Answer]) -> None:
+        self._url, self._cases, self._expected = url, cases, expected
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self.num_answers = 0
+        self.different: list[str] = []
+        self.lost: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._ask, args=(index,), daemon=True)
+            for index in range(IN_FLIGHT)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(LIMIT_S)
+            if thread.is_alive():
+                self.lost.append("an answer never came")
+
+    def _ask(self, index: int) -> None:
+        while not self._stopping.is_set():
+            number = index % len(self._cases)
+            try:
+                answer = generate(self._url, self._cases[number])
+            except (requests.RequestException, RuntimeError) as error:
+                self.lost.append(f"case {number}: {error}")
+                return
+            with self._lock:
+                self.num_answers += 1
+                if not answer.same_as(self._expected[number]):
+                    self.different.append(
+                        f"case {number}: {_difference(self._expected[number], answer)}"
+                    )
+            index += IN_FLIGHT + 1
+
+
+def _difference(expected: Answer, got: Answer) -> str:
+    pairs = zip(expected.output_ids, got.output_ids, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
+    return f"differs at token {at} of {len(expected.output_ids)}/{len(got.output_ids)}"
+
+
+class Chaos:
+    """Inflicts faults and watches the server get over them."""
+
+    def __init__(self, server: Server, proxy: FaultyProxy, drafter: Drafter, seed: int) -> None:
+        self._server, self._proxy, self._drafter = server, proxy, drafter
+        self._fuzzer = Fuzzer(seed)
+        self._rng = random.Random(seed)
+
+    def inflict(self, fault: Fault) -> Outcome:
+        start = time.monotonic()
+        inflict: Callable[[float], None] = getattr(self, f"_{fault.kind}")
+        inflict(fault.seconds)
+        ready = self._proxy.welcomed_at if fault.kind in ("kill", "restart") else time.monotonic()
+        hits = hits_of(self._server)
+        wait_until(lambda: hits_of(self._server) > hits, f"hits after {fault}")
+        return Outcome(fault.kind, ready - start, time.monotonic() - ready)
+
+    def _kill(self, seconds: float) -> None:
+        self._end_drafter(signal.SIGKILL)
+
+    def _restart(self, seconds: float) -> None:
+        self._end_drafter(signal.SIGTERM)
+
+    def _end_drafter(self, how: signal.Signals) -> None:
+        pid = self._drafter.supervisor.pid
+        self._proxy.expect_drafter_other_than(pid)
+        self._drafter.send_signal(how)
+        self._drafter.wait_for_other_than(pid)
+        wait_until(lambda: self._proxy.welcomed_at > 0, "a Welcome")
+        self._drafter.supervisor.note_ready()
+
+    def _stop(self, seconds: float) -> None:
+        self._drafter.send_signal(signal.SIGSTOP)
+        time.sleep(seconds + DEADLINE_MS / 1000)
+        self._drafter.send_signal(signal.SIGCONT)
+
+    def _slow(self, seconds: float) -> None:
+        self._proxy.delay_s = seconds
+        time.sleep(2 * seconds)
+        self._proxy.delay_s = 0.0
+        time.sleep(seconds)  # what was held back arrives late
+
+    def _cut(self, seconds: float) -> None:
+        self._proxy.cut()
+        time.sleep(seconds)
+        self._proxy.mend()
+
+    def _garbage(self, seconds: float) -> None:
+        self._proxy.slip_in(
+            to_target=[self._fuzzer.frames("to_target") for _ in range(30)],
+            to_drafter=[self._fuzzer.frames("to_drafter") for _ in range(30)],
+        )
+
+    def _generations(self, seconds: float) -> None:
+        """What was said before, once more, some of it in the name of another opening."""
+        self._proxy.slip_in(
+            to_target=[self._altered(one, decode_to_target) for one in self._proxy.last_replies],
+            to_drafter=[self._altered(one, decode_to_drafter) for one in self._proxy.last_commits],
+        )
+
+    def _altered(self, frames: list[bytes], decode: Any) -> list[bytes]:
+        try:
+            message, ids = decode(frames)
+        except ProtocolError:
+            return frames
+        if not isinstance(message, SpeculateReply | VerifyCommit):
+            return frames
+        change = self._rng.choice([0, -1, 1, 7])
+        generations = [generation + change for generation in message.generations]
+        return encode(msgspec.structs.replace(message, generations=generations), [ids])
+
+
+def hits_of(server: Server) -> int:
+    hits: int = status_of(server)["hits"]
+    return hits
+
+
+def status_of(server: Server) -> dict[str, Any]:
+    (replica,) = requests.get(f"{server.url}/ssd/status", timeout=LIMIT_S).json()["replicas"]
+    state: dict[str, Any] = replica
+    return state
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come within {LIMIT_S:g} s")
+        time.sleep(0.02)
+
+
+def make_cases(model: str) -> list[Request]:
+    """Greedy and sampled, of several lengths; seeds make the sampled ones the same every time."""
+    cases = []
+    for index, prompt in enumerate(load_prompts(model, 2 * IN_FLIGHT + 1)):
+        params: dict[str, Any] = {"max_new_tokens": 48 + 16 * (index % 3), "ignore_eos": True}
+        if index % 3 == 2:
+            params |= {"temperature": 0.8, "top_k": 40, "sampling_seed": index}
+        cases.append(Request(prompt.input_ids, params))
+    return cases
+
+
+class Leftovers(msgspec.Struct, frozen=True):
+    """What a fault must not leave, after the load has ended."""
+
+    live_sequences: int
+    lost_slots: int
+    more_fds: int
+    more_processes: int
+    more_drafters: int
+
+
+class Count(msgspec.Struct, frozen=True):
+    """Of the server's processes."""
+
+    fds: int
+    processes: int
+
+    @classmethod
+    def of(cls, server: Server) -> Count:
+        family = server.family()
+        return cls(fds=sum(process.num_fds() for process in family), processes=len(family))
+
+
+def leftovers(server: Server, back: str, drafter: Drafter, before: Count) -> Leftovers:
+    """The drafter's table is read once it has had time to hear of the last closes."""
+    wait_until(lambda: status_of(server)["live_sequences"] == 0, "an idle server")
+    after = Count.of(server)
+    held = ask_status(back, until=lambda status: status.live_sequences == 0)
+    return Leftovers(
+        live_sequences=held.live_sequences,
+        lost_slots=held.total_slots - held.free_slots,
+        more_fds=after.fds - before.fds,
+        more_processes=after.processes - before.processes,
+        more_drafters=sum(psutil.pid_exists(pid) for pid in drafter.pids) - 1,
+    )
+
+
+def ask_status(endpoint: str, until: Callable[[DrafterStatus], bool]) -> DrafterStatus:
+    """The drafter's own numbers, as they are wished for or as they are in the end."""
+    socket = TargetSocket(endpoint)
+    deadline = time.monotonic() + 30
+    status = None
+    try:
+        while time.monotonic() < deadline and (status is None or not until(status)):
+            socket.send(StatusRequest())
+            for message, _ in socket.receive(0.5):
+                status = message if isinstance(message, DrafterStatus) else status
+    finally:
+        socket.close()
+    assert status is not None, "the drafter says nothing"
+    return status
+
+
+class Result(msgspec.Struct, frozen=True):
+    outcomes: list[Outcome]
+    num_answers: int
+    different: list[str]
+    lost: list[str]
+    rows: dict[str, int]
+    hit_share: float
+    leftovers: Leftovers
+    seconds: float
+
+    def failures(self) -> list[str]:
+        late = [one for one in self.outcomes if one.return_s > HITS_RETURN_S]
+        found = [f"hits came back after {one.return_s:.1f} s: {one.kind}" for one in late]
+        found += self.different + self.lost
+        if self.hit_share < 0.5:
+            found.append(f"only {self.hit_share:.0%} of all rows were hits")
+        if any(count > 0 for count in msgspec.structs.astuple(self.leftovers)):
+            found.append(f"left behind: {self.leftovers}")
+        return found
+
+
+@contextmanager
+def served(model: str, folder: Path, table: Path) -> Iterator[tuple[Server, FaultyProxy, Drafter]]:
+    """Server, wire and drafter, from the first to the last process."""
+    front, back = f"ipc://{folder}/front", f"ipc://{folder}/back"
+    vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    drafter = Drafter(back, table, vocab_size)
+    proxy = FaultyProxy(front, back)
+    settings = {"endpoint": front, "reply_deadline_ms": DEADLINE_MS, "reply_deadline_min_ms": 50}
+    spec = ServerSpec(
+        model=model, drafter=model, num_steps=NUM_STEPS, settings=tuple(settings.items())
+    )
+    server = Server(spec, log_path=folder / "server.log")
+    try:
+        server.wait_until_ready()
+        drafter.supervisor.note_ready()
+        yield server, proxy, drafter
+    finally:
+        server.stop()
+        proxy.stop()
+        drafter.supervisor.stop()
+
+
+def run(model: str, num_faults: int, seed: int) -> Result:
+    """Without faults once, to learn the answers; then with them."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        table = folder / "table.json"
+        table.write_text("[]")
+        with served(model, folder, table) as (server, proxy, drafter):
+            cases = make_cases(model)
+            expected = generate_all(server.url, cases, concurrency=IN_FLIGHT)
+            table.write_text(json.dumps(_sequences(cases, expected)))
+            chaos = Chaos(server, proxy, drafter, seed)
+            chaos._restart(0.0)  # the drafter reads the table
+            generate_all(server.url, cases, concurrency=IN_FLIGHT)
+            before, counts = Count.of(server), status_of(server)
+            load = Load(server.url, cases, expected)
+            start = time.monotonic()
+            load.start()
+            outcomes = _inflict_all(chaos, schedule(num_faults, seed), load)
+            load.stop()
+            rows = _rows(counts, status_of(server))
+            return Result(
+                outcomes=outcomes,
+                num_answers=load.num_answers,
+                different=load.different,
+                lost=load.lost,
+                rows=rows,
+                hit_share=rows["hits"] / max(1, sum(rows.values())),
+                leftovers=leftovers(server, f"ipc://{folder}/back", drafter, before),
+                seconds=time.monotonic() - start,
+            )
+
+
+def _inflict_all(chaos: Chaos, faults: list[Fault], load: Load) -> list[Outcome]:
+    outcomes = []
+    time.sleep(1.0)
+    for number, fault in enumerate(faults):
+        start = time.monotonic()
+        outcomes.append(chaos.inflict(fault))
+        time.sleep(max(1.0, time.monotonic() - start))
+        if load.lost:
+            break
+        print(f"\r{number + 1}/{len(faults)} {fault.kind:12}", end="", file=sys.stderr, flush=True)
+    return outcomes
+
+
+def _sequences(cases: list[Request], answers: list[Answer]) -> list[list[int]]:
+    return [
+        [*map(int, case.prompt), *answer.output_ids]
+        for case, answer in zip(cases, answers, strict=True)
+    ]
+
+
+def _rows(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
+    """Hits, misses, and plain decode by cause, between two looks."""
+    causes = {
+        f"plain: {cause}": count - before["plain_decode"].get(cause, 0)
+        for cause, count in sorted(after["plain_decode"].items())
+    }
+    both = {name: after[name] - before[name] for name in ("hits", "misses")}
+    return both | causes
+
+
+def print_result(result: Result) -> None:
+    rows = []
+    for kind in WEIGHTS:
+        of_kind = [one for one in result.outcomes if one.kind == kind]
+        if of_kind:
+            trouble = sum(one.trouble_s for one in of_kind) / len(of_kind)
+            returns = sorted(one.return_s for one in of_kind)
+            rows.append(
+                [
+                    kind,
+                    len(of_kind),
+                    f"{trouble:.2f}",
+                    f"{returns[len(returns) // 2]:.2f}",
+                    f"{returns[-1]:.2f}",
+                ]
+            )
+    print_table(["fault", "times", "s until ready", "s until hits, median", "longest"], rows)
+    print(f"{result.num_answers} answers, {result.hit_share:.0%} of the rows hits: {result.rows}")
+    for failure in result.failures():
+        print(f"FAILED: {failure}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True, help="the target's checkpoint")
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    add_out_flag(parser)
+    args = parser.parse_args()
+    result = run(args.model, args.faults, args.seed)
+    print_result(result)
+    figures = {**msgspec.to_builtins(result), "failures": result.failures()}
+    args.model = Path(args.model).name
+    finish("chaos", args, figures)
+    sys.exit(1 if result.failures() else 0)
+
+
+if __name__ == "__main__":
+    main()
