@@ -1,8 +1,8 @@
 """How long a round may wait for its drafts, learnt from how long replies took.
 
     answering   wait for twice the slowest of the last replies, within the two bounds
-    late        heard of, but too late: no wait for 1, 2, 4, 8 longest waits, then another try; a reply
-                that may have been quick enough ends the pause at once
+    late        heard of, but too late: no wait for 1, 2, 4, 8 longest waits, then another try; a
+                reply that may have been quick enough ends the pause at once
     silent      nothing heard within a wait: no wait at all until something is heard
 
 So a drafter that stops costs one wait, and one that is always too slow a ninth of the time at most.
