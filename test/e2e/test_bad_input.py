@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from harness.checkpoints import make_multimodal
+from harness.support import STATES, SupportRow, support_rows
 from sglang_ssd.config import SsdConfig, flag_name
 from sglang_ssd.platform.affinity import format_cores
 
@@ -52,8 +54,6 @@ class Case(msgspec.Struct, frozen=True):
     config: Any = None
     """SGLANG_SSD_CONFIG: a dict becomes JSON, a string is taken as it is."""
     says: tuple[str, ...] = ()
-    from_sglang: str | None = None
-    """The message where SGLang itself refuses before we are asked."""
 
 
 def refused(name: str, *flags: str, says: str, config: Any = None) -> Case:
@@ -66,7 +66,6 @@ def refused_config(name: str, config: Any, says: str) -> Case:
 
 CASES = (
     Case("good"),
-    Case("good-data-parallel", ("--dp-size", "2")),
     refused(
         *("no-steps", "--speculative-num-steps", "0"),
         says="--speculative-num-steps 0: must be 1 to 16",
@@ -84,10 +83,6 @@ CASES = (
         *("topk", "--speculative-eagle-topk", "2"),
         says="--speculative-eagle-topk 2: must be 1 or left out",
     ),
-    refused(
-        *("foreign-flag", "--speculative-ngram-capacity", "5"),
-        says="--speculative-ngram-capacity 5: belongs to other algorithms; must be left out",
-    ),
     Case(
         "no-drafter",
         ("--speculative-draft-model-path", "NONE"),
@@ -95,51 +90,6 @@ CASES = (
             "--speculative-draft-model-path: missing; name a draft model with the target's "
             "vocabulary, or --ssd-endpoint of a running drafter, or --ssd-mode off",
         ),
-    ),
-    refused("page-size", "--page-size", "16", says="--page-size 16: must be 1"),
-    refused("pipeline", "--pp-size", "2", says="--pp-size 2: must be 1"),
-    refused(
-        *("dp-attention", "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
-        says="--attn-dp-size 2: must be 1; --enable-dp-attention must be left out",
-    ),
-    refused(
-        *("mixed-chunk", "--enable-mixed-chunk"),
-        says="--enable-mixed-chunk True: must be left out",
-    ),
-    refused(
-        *("lora", "--enable-lora", "--lora-paths", "a=/nowhere"),
-        says="--enable-lora True: must be left out\n--lora-paths ['a=/nowhere']: must be left out",
-    ),
-    refused(
-        *("prefill-server", "--disaggregation-mode", "prefill"),
-        says="--disaggregation-mode prefill: must be null",
-    ),
-    refused(
-        *("decode-server", "--disaggregation-mode", "decode"),
-        says="--disaggregation-mode decode: must be null",
-    ),
-    refused(
-        *("tokenizer-workers", "--tokenizer-worker-num", "2"),
-        says="--tokenizer-worker-num 2: must be 1",
-    ),
-    refused(
-        *("multimodal", "--model-path", "MULTIMODAL"),
-        says="--model-path {multimodal}: a multimodal model; must be text only",
-    ),
-    refused(
-        *("quantised-kv", "--kv-cache-dtype", "fp8_e5m2"),
-        says="--kv-cache-dtype fp8_e5m2: must be auto on the CPU platform",
-    ),
-    refused(
-        *("hicache", "--enable-hierarchical-cache"),
-        says="--enable-hierarchical-cache True: must be left out on the CPU platform",
-    ),
-    Case(
-        "deterministic",
-        ("--enable-deterministic-inference",),
-        from_sglang="Currently only ['ascend', 'fa3', 'fa4', 'flashinfer', 'intel_xpu', 'triton'] "
-        "attention backends are supported for deterministic inference, but you explicitly "
-        "specified 'ssd_cpu'.",
     ),
     refused_config(
         "fan-out-length",
@@ -199,8 +149,22 @@ CASES = (
     refused_config(
         "far-endpoint",
         {"endpoint": "tcp://10.0.0.1:5555"},
-        "--ssd-endpoint 'tcp://10.0.0.1:5555': must be ipc://PATH or, on this machine, "
-        "tcp://127.0.0.1:PORT, or left out (loopback hosts: 127.0.0.1, localhost, ::1)",
+        "--ssd-endpoint 'tcp://10.0.0.1:5555': must be ipc://PATH, tcp://127.0.0.1:PORT or, with "
+        "both keys, tcp://HOST:PORT, or left out (loopback hosts: 127.0.0.1, localhost, ::1)",
+    ),
+    Case(
+        "one-key",
+        config={"endpoint": "ipc:///run/drafter", "secret_key": "/nowhere/key_secret"},
+        says=(
+            "--ssd-secret-key: needs --ssd-peer-keys as well",
+            "--ssd-secret-key /nowhere/key_secret: [Errno 2] No such file or directory: "
+            "'/nowhere/key_secret'",
+        ),
+    ),
+    refused_config(
+        "restart-delay",
+        {"restart_delay_s": -1},
+        "--ssd-restart-delay-s -1: must be a number above 0",
     ),
     refused_config(
         "cores",
@@ -221,66 +185,101 @@ CASES = (
 )
 
 
-def argv_of(case: Case, target: Path) -> list[str]:
+SUPPORT = [row for row in support_rows() if any(word.startswith("--") for word in row.flags)]
+ON_THIS_PLATFORM = [row for row in SUPPORT if row.state != "unchecked"]
+
+
+def argv_of(flags: Sequence[str], target: Path) -> list[str]:
     argv = ["--model-path", str(target), "--device", "cpu", "--dtype", "float32"]
     argv += ["--speculative-algorithm", "SSD"]
-    if "NONE" not in case.flags:
-        argv += ["--speculative-draft-model-path", str(target), *case.flags]
+    if "NONE" not in flags:
+        argv += ["--speculative-draft-model-path", str(target), *flags]
     return [str(make_multimodal(target)) if word == "MULTIMODAL" else word for word in argv]
 
 
-def message_of(case: Case, target: Path) -> str:
-    if case.from_sglang is not None:
-        return f"ValueError: {case.from_sglang}"
+def our_message(*lines: str) -> str:
+    return "SettingsError: --speculative-algorithm SSD cannot start:\n  " + "\n  ".join(lines)
+
+
+def message_of(case: Case) -> str:
     lent = sorted(os.sched_getaffinity(0))
     words = {
-        "multimodal": make_multimodal(target),
         "settings": ", ".join(map(flag_name, SsdConfig.__struct_fields__)),
         "missing_cores": format_cores(set(range(10000)) - set(lent)),
         "lent_cores": format_cores(lent),
     }
-    lines = [line.format(**words) for line in case.says]
-    return "SettingsError: --speculative-algorithm SSD cannot start:\n  " + "\n  ".join(lines)
+    return our_message(*(line.format(**words) for line in case.says))
 
 
 @pytest.fixture(scope="module")
 def refusals(target: Path) -> dict[str, str | None]:
-    cases = []
+    """By name of the case, or feature of the row; None for what was accepted."""
+    asked = {}
     for case in CASES:
         config = case.config
         if config is not None and not isinstance(config, str):
             config = json.dumps(config)
-        cases.append({"argv": argv_of(case, target), "config": config})
+        asked[case.name] = {"argv": argv_of(case.flags, target), "config": config}
+    for row in ON_THIS_PLATFORM:
+        asked[row.feature] = {"argv": argv_of(row.flags, target), "config": None}
     run = subprocess.run(
         [sys.executable, "-c", RESOLVE_PROGRAM],
-        input=json.dumps(cases),
+        input=json.dumps(list(asked.values())),
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
-    assert len(lines) == len(CASES), run.stderr[-3000:]
+    assert len(lines) == len(asked), run.stderr[-3000:]
     answers = [json.loads(line.removeprefix("RESULT")) for line in lines]
-    return dict(zip([case.name for case in CASES], answers, strict=True))
+    return dict(zip(asked, answers, strict=True))
 
 
-GOOD = [case for case in CASES if not (case.says or case.from_sglang)]
-REFUSED = [case for case in CASES if case not in GOOD]
-
-
-@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name)
 def test_refused_with_flag_value_and_what_is_allowed(
-    case: Case, target: Path, refusals: dict[str, str | None]
+    case: Case, refusals: dict[str, str | None]
 ) -> None:
     """Red when a setting that cannot be served is accepted, or the message changes."""
-    assert refusals[case.name] == message_of(case, target)
+    assert refusals[case.name] == message_of(case)
 
 
-@pytest.mark.parametrize("case", GOOD, ids=lambda case: case.name)
-def test_good_settings_pass(case: Case, refusals: dict[str, str | None]) -> None:
+def test_good_settings_pass(refusals: dict[str, str | None]) -> None:
     """Red when the cases above fail for another reason than their own."""
-    assert refusals[case.name] is None
+    assert refusals["good"] is None
+
+
+@pytest.mark.parametrize("row", ON_THIS_PLATFORM, ids=lambda row: row.feature)
+def test_every_row_of_the_support_table(
+    row: SupportRow, target: Path, refusals: dict[str, str | None]
+) -> None:
+    """Red when docs/support.md says other than what happens at start."""
+    said = refusals[row.feature]
+    if row.state == "supported":
+        assert said is None
+        return
+    message = row.shown.replace("MULTIMODAL", str(make_multimodal(target)))
+    expected = our_message(message) if row.state == "refused" else f"ValueError: {message}"
+    assert said == expected
+
+
+def test_unchecked_rows_are_not_refused_elsewhere() -> None:
+    """Red when a row is called unchecked although we refuse it on every platform."""
+    from sglang_ssd.target.algorithm import ALLOWED_VALUES
+
+    refused_everywhere = {"--" + field.replace("_", "-") for field in ALLOWED_VALUES}
+    for row in SUPPORT:
+        if row.state == "unchecked":
+            assert row.shown in ("needs a GPU", "needs a second machine")
+            assert not set(row.flags) & refused_everywhere, row.feature
+
+
+def test_supported_rows_name_a_test_that_uses_them() -> None:
+    """Red when a row's test is renamed, or no longer asks for what the row says."""
+    for row in support_rows():
+        assert row.state in STATES
+        if row.state == "supported":
+            assert (Path(__file__).parent / row.shown).exists(), row.feature
 
 
 def launch(flags: list[str], **env: str) -> subprocess.CompletedProcess[str]:
@@ -304,7 +303,7 @@ def launch(flags: list[str], **env: str) -> subprocess.CompletedProcess[str]:
 )
 def test_launcher_refuses_its_own_flags(target: Path, flags: list[str], says: list[str]) -> None:
     """Red when a bad --ssd-* flag is swallowed or shows a traceback instead of what is allowed."""
-    run = launch([*argv_of(Case(""), target), *flags])
+    run = launch([*argv_of((), target), *flags])
     assert run.returncode not in (0, None)
     for words in says:
         assert words in run.stderr
@@ -313,12 +312,10 @@ def test_launcher_refuses_its_own_flags(target: Path, flags: list[str], says: li
 
 def test_launcher_refuses_a_foreign_platform(target: Path) -> None:
     """Red when SGLang would silently drop our plugin because another platform is selected."""
-    run = launch(argv_of(Case(""), target), SGLANG_PLATFORM="someone_else")
+    (row,) = [row for row in support_rows() if row.flags == ("SGLANG_PLATFORM=someone_else",)]
+    run = launch(argv_of((), target), SGLANG_PLATFORM="someone_else")
     assert run.returncode != 0
-    assert run.stderr.splitlines()[-1] == (
-        "sglang-ssd: SGLANG_PLATFORM=someone_else: SGLang loads no plugin of ours under another "
-        "platform; unset it (GPU) or set it to ssd_cpu (CPU)"
-    )
+    assert run.stderr.splitlines()[-1] == f"sglang-ssd: {row.shown}"
     assert "Traceback" not in run.stderr
 
 

@@ -52,7 +52,8 @@ def stats_after(rows: int) -> ClientStats:
 
 
 def values(stats: ClientStats, status: DrafterStatus | None = STATUS) -> Values:
-    return values_of(stats, num_live=1, transport=TransportStats(malformed=4), status=status)
+    transport = TransportStats(malformed=4)
+    return values_of(stats, num_live=1, num_restarts=2, transport=transport, status=status)
 
 
 class Exported:

@@ -12,6 +12,10 @@ from sglang_ssd.target.stats import ClientStats
 from sglang_ssd.wire.transport import TransportStats
 
 
+class Link:
+    lives = 1
+
+
 class Client:
     """As much of a DraftClient as a reporter looks at."""
 
@@ -20,6 +24,7 @@ class Client:
         self.transport_stats = TransportStats()
         self.drafter_status = None
         self.num_live = 1
+        self.link = Link()
         self.status_requests = 0
         self.polls = 0
 

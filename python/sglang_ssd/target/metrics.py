@@ -69,6 +69,7 @@ METRICS = (
     Metric("missed_deadlines", "counter", "Rounds that waited for drafts in vain."),
     Metric("dropped_replies", "counter", "Replies not used, by cause.", "cause"),
     Metric("resyncs", "counter", "Requests that the drafter had lost and was told again."),
+    Metric("drafter_restarts", "counter", "Times that another drafter took over."),
     Metric("degraded", "gauge", "1 while the drafter is late or gone, else 0."),
     Metric("live_sequences", "gauge", "Requests that the drafter mirrors, as the target knows."),
     Metric("drafter_live_sequences", "gauge", "Sequences that the drafter holds."),
@@ -97,6 +98,7 @@ def values_of(
     stats: ClientStats,
     *,
     num_live: int,
+    num_restarts: int,
     transport: TransportStats,
     status: DrafterStatus | None,
 ) -> Values:
@@ -118,6 +120,7 @@ def values_of(
         "correct_drafts": stats.correct_drafts,
         "missed_deadlines": stats.missed_deadlines,
         "resyncs": stats.resyncs,
+        "drafter_restarts": num_restarts,
         "degraded": int(stats.degraded),
         "live_sequences": num_live,
     }

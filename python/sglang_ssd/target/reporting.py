@@ -123,6 +123,7 @@ def _values(client: DraftClient) -> Values:
     return values_of(
         client.stats,
         num_live=client.num_live,
+        num_restarts=max(0, client.link.lives - 1),
         transport=client.transport_stats,
         status=client.drafter_status,
     )
