@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 from faults.fuzz_wire import Fuzzer
 from report import add_out_flag, finish, print_table
 from sglang_ssd.wire.fake import Direction, FakeWire, Faults
-from sglang_ssd.wire.frames import decode_to_drafter, decode_to_target, encode
+from sglang_ssd.wire.frames import ProtocolError, decode_to_drafter, decode_to_target, encode
 from sglang_ssd.wire.messages import SpeculateReply, VerifyCommit
 from toys.toy_server import NUM_TOKENS, Server, plain_texts
 
@@ -123,7 +123,10 @@ class ToyChaos:
     def _generations(self, lasts: int) -> None:
         for direction, frames in list(self._wire.recorded):
             decode = decode_to_drafter if direction == "to_drafter" else decode_to_target
-            message, ids = decode(frames)
+            try:
+                message, ids = decode(frames)
+            except ProtocolError:
+                continue
             if isinstance(message, SpeculateReply | VerifyCommit):
                 change = self._rng.choice([0, -1, 1, 7])
                 generations = [generation + change for generation in message.generations]
