@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from sglang_ssd.target.draft_sequence import DraftSequence
 from sglang_ssd.target.drafter_link import Drafter, DrafterLink
 from sglang_ssd.target.reply_deadline import ReplyDeadline
 from sglang_ssd.target.stats import DRAFTED_SERVED, ClientStats, PlainCause
@@ -46,47 +47,6 @@ _HOPELESS: dict[Served, PlainCause] = {"full": "full", "context": "context"}
 _LIVENESS_S = 0.05  # how soon a wait notices that the drafter's process has ended
 _IDLE_LOOK_S = 0.5
 _COMMITS_TIMED = 32
-
-
-class DraftSequence:
-    """One request that the drafter mirrors, or will when it is there."""
-
-    __slots__ = (
-        "acked_len",
-        "drafts",
-        "generation",
-        "has_caught_up",
-        "is_synced",
-        "reply_len",
-        "rid",
-        "rule",
-        "served",
-        "tokens",
-        "told_len",
-    )
-
-    def __init__(self, *, rid: str, rule: DraftRule, tokens: array[int]) -> None:
-        self.rid = rid
-        self.generation = 0
-        self.rule = rule
-        self.tokens = tokens  # all committed ids, the bonus included
-        self.is_synced = False  # whether this drafter was told of it
-        self.has_caught_up = True  # whether its replies are worth a wait
-        self.acked_len = len(tokens)
-        self.told_len = len(tokens)  # committed length that the drafter was last told of
-        self.reply_len = -1  # committed length that `drafts` continue
-        self.drafts: list[int] = []
-        self.served: Served = "none"
-
-    @property
-    def is_answered(self) -> bool:
-        return self.reply_len == len(self.tokens)
-
-    @property
-    def awaits_reply(self) -> bool:
-        """Whether a reply is owed that is worth a wait."""
-        is_told = self.is_synced and self.told_len == len(self.tokens)
-        return is_told and self.has_caught_up and not self.is_answered
 
 
 class DraftClient:
