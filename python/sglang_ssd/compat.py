@@ -23,6 +23,15 @@ HOOKED: dict[str, tuple[str, ...]] = {
     f"{SCHEDULER}.init_tp_model_worker": ("self",),
     f"{SCHEDULER}.on_idle": ("self",),
     f"{TOKENIZER_MANAGER}._send_one_request": ("self", "tokenized_obj"),
+    f"{TOKENIZER_MANAGER}._create_tokenized_object": (
+        "self",
+        "obj",
+        "input_text",
+        "input_ids",
+        "input_embeds",
+        "mm_inputs",
+        "token_type_ids",
+    ),
     "sglang.srt.managers.detokenizer_manager.find_printable_text": ("text",),
     f"{TOKENIZER_MANAGER}.__init__": (
         "self",

@@ -34,9 +34,10 @@ def register() -> None:
     cpu.register_attention()
     if compat.version_reasons():
         return
-    from sglang_ssd.target import hooks
+    from sglang_ssd.target import hooks, refusals
 
     algorithm.register_hooks()
     hooks.register_hooks()
+    refusals.register_hooks()
     if cpu.is_selected():
         cpu.register_hooks()

@@ -1,54 +1,95 @@
-"""What speculation does not honour exactly yet is decoded plainly, and right, beside other rows."""
+"""Custom logit processors: functions of a row speculate, others decode plainly, and both are right
+beside other requests."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
-from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+from sglang.srt.sampling.custom_logit_processor import (
+    DeepseekOCRNoRepeatNGramLogitProcessor,
+    DisallowedTokensLogitsProcessor,
+)
 
+from harness.checkpoints import KINDS, DrafterKind
 from harness.client import Request, generate_all
-from harness.configurations import TABLE, spec_of
+from harness.draws import assert_same_draws, seeded
+from harness.processors import serialized
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.server import ServerPool
 
-PLAIN: dict[str, list[dict[str, Any]]] = {
-    "frequency_penalty": [{"frequency_penalty": value} for value in (-1.0, 0.5, 2.0)],
-    "presence_penalty": [{"presence_penalty": value} for value in (-1.0, 0.5, 2.0)],
-    "repetition_penalty": [{"repetition_penalty": value} for value in (1.1, 1.5)],
-    "min_new_tokens": [{"min_new_tokens": value} for value in (1, 5, 12)],
-}
+
+class Processor(msgspec.Struct, frozen=True):
+    name: str
+    text: str
+    params: dict[str, Any]
+    speculates: bool
+    prompt: tuple[int, ...] = ()
+    """Ids behind the prompt's own."""
 
 
-@pytest.mark.parametrize("feature", [*PLAIN, "custom_logit_processor"])
-def test_plain_rows_beside_speculating_ones(
-    feature: str, pool: ServerPool, reference: Reference, spec_for: Any
+PROCESSORS = (
+    Processor(
+        "disallowed", DisallowedTokensLogitsProcessor.to_str(), {"token_ids": [28, 260, 198]}, True
+    ),
+    Processor(
+        "n-grams",
+        DeepseekOCRNoRepeatNGramLogitProcessor.to_str(),
+        {"ngram_size": 2, "window_size": 40},
+        True,
+    ),
+    Processor("thinking", serialized("ShortThought"), {"thinking_budget": 7}, True, (2,)),
+    Processor("declared", serialized("BanRecentTokens"), {"window": 6}, True),
+    Processor("stateful", serialized("CountCalls"), {"unused": 0}, False),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_custom_logit_processors(
+    kind: DrafterKind,
+    pool: ServerPool,
+    reference: Reference,
+    spec_for: Any,
 ) -> None:
-    """Red when such a row speculates (its penalties would lag), or its neighbours do not.
-
-    Both servers run without overlap: SGLang's own penalties lag one token under it.
-    """
-    server = pool.get(spec_of(TABLE[0], spec_for))
-    prompts = load_prompts(server.spec.model, 8)
-    cases = []
-    for index, prompt in enumerate(prompts):
-        plain = index % 2 == 0
-        params: dict[str, Any] = {"max_new_tokens": 40}
-        options: dict[str, Any] = {}
-        if plain and feature in PLAIN:
-            params |= PLAIN[feature][index // 2 % len(PLAIN[feature])]
-        if plain and feature == "min_new_tokens":
-            (free,) = reference.answers([Request(prompt.input_ids, {"max_new_tokens": 6})])
-            params["stop_token_ids"] = [free.output_ids[min(4, len(free.output_ids) - 1)]]
-        if plain and feature == "custom_logit_processor":
-            params["custom_params"] = {"token_ids": [28, 260, 198]}
-            options["custom_logit_processor"] = DisallowedTokensLogitsProcessor.to_str()
-        cases.append(Request(prompt.input_ids, params, options))
-    answers = generate_all(server.url, cases)
+    """Red when a row sees another row's history, or a processor with a state is asked about rows
+    that are thrown away, or a neighbour is changed."""
+    server = pool.get(spec_for(kind))
+    prompts = load_prompts(server.spec.model, 4)
+    cases = [_case(prompt.input_ids, one) for prompt in prompts for one in PROCESSORS]
+    cases += [Request(prompt.input_ids, {"max_new_tokens": 40}) for prompt in prompts]
+    answers = generate_all(server.url, cases, concurrency=6)
     assert_same(reference, cases, answers)
-    for index, answer in enumerate(answers):
-        if index % 2 == 0:
-            assert answer.num_correct_drafts == 0
-        elif len(answer.output_ids) > 2:
-            assert answer.num_correct_drafts > 0
+    for one, answer in zip(PROCESSORS * len(prompts), answers, strict=False):
+        if not one.speculates:
+            assert answer.num_correct_drafts == 0, one.name
+    if kind == "self":
+        by_name: dict[str, int] = {}
+        for one, answer in zip(PROCESSORS * len(prompts), answers, strict=False):
+            by_name[one.name] = by_name.get(one.name, 0) + answer.num_correct_drafts
+        assert all(by_name[one.name] > 0 for one in PROCESSORS if one.speculates), by_name
+        assert sum(answer.num_correct_drafts for answer in answers[-4:]) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_custom_logit_processors_sampled(
+    kind: DrafterKind, pool: ServerPool, drafts_off: Reference, spec_for: Any
+) -> None:
+    """Red when a draw depends on the drafts through a processor."""
+    server = pool.get(spec_for(kind))
+    sampled = []
+    for one in PROCESSORS:
+        for case in seeded(server.spec.model, 2, {"temperature": 0.8, "top_k": 20}):
+            params = {**case.params, "custom_params": one.params}
+            options = {"custom_logit_processor": one.text}
+            sampled.append(Request((*case.prompt, *one.prompt), params, options))  # type: ignore[misc]
+    assert_same_draws(drafts_off, sampled, generate_all(server.url, sampled, concurrency=6))
+
+
+def _case(prompt: tuple[int, ...], one: Processor) -> Request:
+    return Request(
+        (*prompt, *one.prompt),
+        {"max_new_tokens": 40, "custom_params": one.params},
+        {"custom_logit_processor": one.text},
+    )

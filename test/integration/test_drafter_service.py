@@ -272,6 +272,14 @@ def test_what_is_kept_of_targets_that_are_gone_is_bounded() -> None:
         DraftRule(temperature=float("nan")),
         DraftRule(temperature=float("inf")),
         DraftRule(temperature=1.0, top_p=float("nan")),
+        DraftRule(frequency_penalty=float("nan")),
+        DraftRule(presence_penalty=float("inf")),
+        DraftRule(repetition_penalty=0.0),
+        DraftRule(prompt_len=len(PROMPT) + 1),
+        DraftRule(bias_tokens=[1, 2], bias_values=[0.5]),
+        DraftRule(bias_tokens=[1], bias_values=[float("-inf")]),
+        DraftRule(bias_tokens=[1, 1], bias_values=[0.5, 0.5]),
+        DraftRule(stop_tokens=[-1], min_new_tokens=3),
     ],
 )
 def test_a_rule_that_cannot_be_followed_opens_nothing(rule: DraftRule) -> None:

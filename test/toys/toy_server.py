@@ -11,6 +11,7 @@ import torch
 
 from sglang_ssd.config import SsdConfig
 from sglang_ssd.core.acceptance import accept_chain
+from sglang_ssd.core.row_penalties import OutputHistory, penalise_rows, verify_runs
 from sglang_ssd.core.shared_noise import coupled_sample
 from sglang_ssd.drafter.loop import DraftLoop
 from sglang_ssd.target.draft_client import DraftClient
@@ -27,7 +28,7 @@ RULES = {
     "a": DraftRule(),
     "b": DraftRule(temperature=0.9, seed=11),
     "c": DraftRule(temperature=0.6, seed=-5),
-    "d": DraftRule(),
+    "d": DraftRule(prompt_len=4, frequency_penalty=1.5, repetition_penalty=1.2),
 }
 HELLO = Hello(
     schema_version=SCHEMA_VERSION,
@@ -42,10 +43,14 @@ HELLO = Hello(
 
 def choose(model: ToyDraftModel, rule: DraftRule, tokens: list[int], num: int) -> torch.Tensor:
     """The target's own tokens [num] after each of the last num tokens."""
-    logits, _ = model.reference(tokens)
+    logits = model.reference(tokens)[0][-num:].clone()
+    committed_len = len(tokens) - num + 1
+    output = OutputHistory(tokens[rule.prompt_len : committed_len])
+    runs = verify_runs(tokens[committed_len:])
+    penalise_rows(logits, rule=rule, output=output, runs=runs, stop_tokens=())
     if rule.temperature == 0:
-        return logits[-num:].argmax(dim=-1)
-    logprobs = torch.log_softmax(logits[-num:] / rule.temperature, dim=-1)
+        return logits.argmax(dim=-1)
+    logprobs = torch.log_softmax(logits / rule.temperature, dim=-1)
     positions = torch.arange(len(tokens) - num, len(tokens))
     return coupled_sample(logprobs, seeds=torch.full((num,), rule.seed), positions=positions)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from sglang_ssd.config import SsdConfig
 from sglang_ssd.core.shared_noise import rank_candidates
@@ -28,6 +29,7 @@ from sglang_ssd.wire.messages import (
     VerifyCommit,
 )
 from sglang_ssd.wire.transport import FromTarget, TransportStats
+from toys.dense_penalties import DensePenalties
 from toys.toy_draft_model import ToyDraftModel
 
 GREEDY = DraftRule()
@@ -176,7 +178,8 @@ class ToyTarget:
         base = len(request.tokens)
         logits, _ = self.target_model.reference(request.tokens + drafts)
         rows = range(base - 1, base + len(drafts))
-        ranked = rank_candidates(logits[base - 1 :], [request.rule] * len(rows), list(rows), 1)
+        shaped = shape_as_target(logits[base - 1 :], request, drafts)
+        ranked = rank_candidates(shaped, [request.rule] * len(rows), list(rows), 1)
         chosen = [int(token) for token in ranked[:, 0]]
         correct = 0
         while correct < len(drafts) and drafts[correct] == chosen[correct]:
@@ -233,6 +236,24 @@ class ToyTarget:
             for _ in range(max_steps):
                 self.step()
         return self.take_replies()
+
+
+def shape_as_target(
+    logits: torch.Tensor,  # [1 + len(drafts), V]
+    request: Request,
+    drafts: list[int],
+) -> torch.Tensor:
+    """Penalties and bias of each row, token by token."""
+    rule = request.rule
+    penalties = DensePenalties(rule, vocab_size=logits.shape[1], stop_tokens=rule.stop_tokens)
+    for token in request.tokens[rule.prompt_len :]:
+        penalties.accumulate(token)
+    shaped = []
+    for row, token in zip(logits, [*drafts, 0], strict=True):
+        shaped.append(penalties.apply(row.clone()))
+        shaped[-1][rule.bias_tokens] += torch.tensor(rule.bias_values)
+        penalties.accumulate(token)
+    return torch.stack(shaped)
 
 
 def split_reply(message: SpeculateReply, ids: list[int]) -> list[Reply]:

@@ -16,6 +16,7 @@ from sglang_ssd.wire.frames import (
     encode,
 )
 from sglang_ssd.wire.messages import (
+    MAX_RULE_TOKENS,
     SCHEMA_VERSION,
     DraftClose,
     DrafterStatus,
@@ -219,3 +220,16 @@ def test_token_ids_are_checked_against_a_vocabulary():
     assert check_token_ids([0, 9], 10)
     assert not check_token_ids([0, 10], 10)
     assert not check_token_ids([-1, 3], 10)
+
+
+@pytest.mark.parametrize("field", ["stop_tokens", "bias_tokens", "bias_values"])
+def test_a_rule_has_a_bounded_size(field):
+    """Red when a target could make the drafter carry any amount with a request."""
+    for length, fits in ((MAX_RULE_TOKENS, True), (MAX_RULE_TOKENS + 1, False)):
+        rule = DraftRule(**{field: [1] * length})
+        frames = encode(DraftSync(rid="a", generation=1, committed_len=1, rule=rule), [[1]])
+        if fits:
+            assert decode_to_drafter(frames)[0].rule == rule
+        else:
+            with pytest.raises(ProtocolError):
+                decode_to_drafter(frames)

@@ -253,3 +253,14 @@ def test_seeds_are_stable_distinct_and_accepted_by_sglang():
         seeds.append(copy)
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("ruled_out", [-torch.inf, torch.nan])
+@pytest.mark.parametrize("vocab_size", [7, 3000])
+def test_a_row_without_any_token_gives_the_first(vocab_size, ruled_out):
+    """Red when a request that rules everything out takes the others of its batch along."""
+    logprobs = torch.zeros(2, vocab_size)
+    logprobs[0] = ruled_out
+    drawn = coupled_sample(logprobs, seeds=torch.tensor([1, 1]), positions=torch.tensor([5, 5]))
+    alone = coupled_sample(logprobs[1:], seeds=torch.tensor([1]), positions=torch.tensor([5]))
+    assert drawn.tolist() == [0, int(alone[0])]

@@ -144,6 +144,8 @@ def _sample_row(
     ids = head.indices
     scores = head.values + gumbel_noise(seed, position, ids[None, :])[0]
     need = float(scores.max() - head.values[-1]) - _ROUNDING
+    if math.isnan(need):  # every token is ruled out: what argmax makes of that
+        return 0
     if len(ids) < len(logprobs) and need <= MAX_NOISE:
         min_hash = max(0, int(_MAX_HASH * math.exp(-math.exp(-need))) - 1)
         hashes = murmur_hash32_all(seed, position, len(logprobs))[0].numpy().view(np.uint32)

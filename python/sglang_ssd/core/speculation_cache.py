@@ -246,6 +246,14 @@ class SpeculationCache:
             earlier_slots=[slots for one in cohorts for slots in one.step_slots],
         )
 
+    def pass_runs(self) -> list[list[int]]:
+        """Per row of next_pass() the tokens behind the bonus up to the one it feeds."""
+        return [
+            self.drafts[: one.positions[row]] + one.branch(row).line
+            for one in self._next_cohorts()
+            for row in range(len(one))
+        ]
+
     def add_pass(self, slots: IntArray, candidates: IntArray) -> None:
         """The forward of next_pass(): slots [R], candidates [R, C] best first."""
         cohorts = self._next_cohorts()

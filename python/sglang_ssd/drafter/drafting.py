@@ -17,6 +17,7 @@ import torch
 from sglang_ssd.core.outcome_tree import IntArray
 from sglang_ssd.core.shared_noise import rank_candidates
 from sglang_ssd.drafter.branch_attention import branch_rows
+from sglang_ssd.drafter.draft_shaping import is_shaped, shape_logits
 from sglang_ssd.drafter.model_step import ExtendRow, ModelStep
 from sglang_ssd.drafter.request_table import RequestTable, Sequence
 from sglang_ssd.trace import Tracer
@@ -60,11 +61,18 @@ class Drafting:
         started = self._clock()
         logits = self._model.extend(rows)
         complete = [i for i, seq in enumerate(seqs) if counts[i] == seq.num_unfed]
-        ranked = self._rank(
+        lines = [seqs[i] for i in complete]
+        logits = shape_logits(
             logits if len(complete) == len(seqs) else logits[complete],
-            seqs=[seqs[i] for i in complete],
-            positions=[len(seqs[i].cache.tokens) - 1 for i in complete],
-            width=max((seqs[i].limits.line_width for i in complete), default=0),
+            lines,
+            [[seq.cache.drafts] if is_shaped(seq.rule) else None for seq in lines],
+            [1] * len(lines),
+        )
+        ranked = self._rank(
+            logits,
+            seqs=lines,
+            positions=[len(seq.cache.tokens) - 1 for seq in lines],
+            width=max((seq.limits.line_width for seq in lines), default=0),
         )
         seconds = self._note(name, started, rows=len(seqs), tokens=sum(counts))
         candidates: dict[int, IntArray] = dict(zip(complete, ranked, strict=True))
@@ -79,6 +87,7 @@ class Drafting:
     def step_branches(self, seqs: Rows[Sequence]) -> float:
         """The next pass of each sequence's tree, whichever that is; returns its seconds."""
         passes = [seq.cache.next_pass() for seq in seqs]
+        runs = [seq.cache.pass_runs() if is_shaped(seq.rule) else None for seq in seqs]
         new_slots = [self._table.slots_for(len(one.tokens)) for one in passes]
         rows = [
             branch_rows(
@@ -91,6 +100,7 @@ class Drafting:
         ]
         started = self._clock()
         logits = self._model.branch_step(rows)
+        logits = shape_logits(logits, seqs, runs, [len(slots) for slots in new_slots])
         ranked = self._rank(
             logits,
             seqs=[seq for seq, slots in zip(seqs, new_slots, strict=True) for _ in slots],

@@ -30,6 +30,7 @@ import msgspec
 
 from sglang_ssd.config import SsdConfig
 from sglang_ssd.drafter.backup import plan_answer
+from sglang_ssd.drafter.draft_shaping import is_sound
 from sglang_ssd.drafter.drafting import Drafting, grow_chain
 from sglang_ssd.drafter.footprint import device_bytes, resident_bytes
 from sglang_ssd.drafter.handshake import Abilities, answer_hello, fan_out_for
@@ -190,7 +191,8 @@ class DraftLoop:
 
     def _open(self, peer: bytes, message: DraftSync, ids: list[int]) -> None:
         known_ids = check_token_ids(ids, self._abilities.vocab_size)
-        if not known_ids or not _can_follow(message.rule):
+        rule_is_sound = is_sound(message.rule, committed_len=message.committed_len)
+        if not known_ids or not _can_follow(message.rule) or not rule_is_sound:
             self.stats.protocol_errors += 1
             return
         older = self.table.find(peer, message.rid)

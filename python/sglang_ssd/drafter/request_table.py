@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from sglang_ssd.core.outcome_tree import IntArray
+from sglang_ssd.core.row_penalties import OutputHistory
 from sglang_ssd.core.speculation_cache import SpeculationCache, Taken
 from sglang_ssd.drafter.backup import Answer, most_catch_up
 from sglang_ssd.wire.messages import DraftRule
@@ -67,6 +68,7 @@ class Sequence:
         "last_seen",
         "limits",
         "line_slots",
+        "output",
         "peer",
         "refused",
         "reserved",
@@ -97,6 +99,7 @@ class Sequence:
         self.round_id: int | None = None
         self.answer = Answer(num_drafts=0, served="none")
         self.bonus_rank = -1
+        self.output = OutputHistory()
 
     @property
     def key(self) -> tuple[bytes, str]:
@@ -105,6 +108,12 @@ class Sequence:
     @property
     def num_unfed(self) -> int:
         return len(self.cache.tokens) - self.cache.trunk_len
+
+    def committed_output(self) -> OutputHistory:
+        """What is committed behind the prompt, caught up now."""
+        known = self.rule.prompt_len + len(self.output.tokens)
+        self.output.extend(self.cache.tokens[known : self.cache.committed_len])
+        return self.output
 
     @property
     def is_far_behind(self) -> bool:

@@ -52,6 +52,7 @@ ALLOWED_VALUES: dict[str, tuple[object, str]] = {
     "enable_lora": (False, "must be left out"),
     "lora_paths": (None, "must be left out"),
     "enable_mixed_chunk": (False, "must be left out"),
+    "enable_watermark": (False, "must be left out"),
     "disaggregation_mode": ("null", "must be null"),
     "tokenizer_worker_num": (1, "must be 1"),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.layers.sampler import Sampler, apply_custom_logit_processor
+from sglang.srt.layers.sampler import Sampler
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
@@ -19,6 +19,7 @@ from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_ssd.core.sampling_filter import filter_logprobs
 from sglang_ssd.core.shared_noise import coupled_sample
+from sglang_ssd.target.row_transforms import RowTransforms
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -115,12 +116,20 @@ def choose_target_tokens(
     *,
     batch: ScheduleBatch,
     verify_tokens: torch.Tensor,  # [B, W] int64
+    num_drafts: torch.Tensor,  # [B] int64
+    transforms: RowTransforms,
     seeds: torch.Tensor | None,  # [B] int64, None when every row is greedy
     positions: torch.Tensor,  # [B * W] int64
 ) -> torch.Tensor:
     """The token the target itself chooses after every verified position: [B, W] int64."""
     batch_size, width = verify_tokens.shape
-    process_logits(logits, batch=batch, verify_tokens=verify_tokens)
+    process_logits(
+        logits,
+        batch=batch,
+        verify_tokens=verify_tokens,
+        num_drafts=num_drafts,
+        transforms=transforms,
+    )
     best = logits.argmax(dim=-1)
     if seeds is None:
         return best.view(batch_size, width)
@@ -139,20 +148,21 @@ def process_logits(
     *,
     batch: ScheduleBatch,
     verify_tokens: torch.Tensor,  # [B, W] int64
+    num_drafts: torch.Tensor,  # [B] int64
+    transforms: RowTransforms,
 ) -> None:
-    """Everything SGLang does to logits before it chooses, in its order, at every verified row.
-
-    Penalties and custom processors reach row 0 alone: requests that have them decode plainly
-    (plain_decode.py), so no other row of theirs counts.
-    """
+    """Everything SGLang does to logits before it chooses, in its order, at every verified row."""
     batch_size, width = verify_tokens.shape
     info = batch.sampling_info
     rows = logits.view(batch_size, width, -1)
-    _apply_first_row_transforms(rows, info)
+    drafts: list[list[int]] | None = None
+    if transforms.applies_to(batch.reqs):
+        drafts = list_drafts(verify_tokens, num_drafts)
+        transforms.penalise(rows, batch.reqs, drafts)
     if batch.has_grammar:
         mask = build_grammar_vocab_mask(
             reqs=batch.reqs,
-            tree=GrammarTree.from_linear_chain(verify_tokens),
+            tree=grammar_tree(verify_tokens, num_drafts),
             sampling_info=info,
             device=logits.device,
             barrier=None,
@@ -161,23 +171,29 @@ def process_logits(
             mask.apply(logits)
     if info.logit_bias is not None:
         rows.add_(info.logit_bias[:, None, :])
-    if info.has_custom_logit_processor:
-        first = rows[:, 0].contiguous()
-        apply_custom_logit_processor(first, info)
-        rows[:, 0] = first
+    if drafts is not None and info.has_custom_logit_processor:
+        transforms.apply_processors(rows, info, batch.reqs, drafts)
     sanitize_nan_logits(logits, "SSD verify: target logits")
 
 
-def _apply_first_row_transforms(rows: torch.Tensor, info: SamplingBatchInfo) -> None:
-    penalised = (
-        info.acc_additive_penalties is not None
-        or info.acc_scaling_penalties is not None
-        or (info.penalizer_orchestrator is not None and info.penalizer_orchestrator.is_required)
-    )
-    if penalised:
-        first = rows[:, 0].contiguous()
-        info._apply_pre_grammar_logits_transforms(first)
-        rows[:, 0] = first
+def list_drafts(
+    verify_tokens: torch.Tensor,  # [B, W] int64
+    num_drafts: torch.Tensor,  # [B] int64
+) -> list[list[int]]:
+    """The drafts of each row, on the host."""
+    chains: list[list[int]] = verify_tokens.tolist()
+    return [chain[1 : 1 + num] for chain, num in zip(chains, num_drafts.tolist(), strict=True)]
+
+
+def grammar_tree(
+    verify_tokens: torch.Tensor,  # [B, W] int64
+    num_drafts: torch.Tensor,  # [B] int64
+) -> GrammarTree:
+    """Chains that end with a row's last draft: no grammar is advanced over padding."""
+    next_places = torch.arange(1, verify_tokens.shape[1] + 1, device=verify_tokens.device)
+    next_token = torch.where(next_places <= num_drafts[:, None], next_places, -1)
+    no_sibling = torch.full(verify_tokens.shape, -1, dtype=torch.int64)
+    return GrammarTree.from_device(next_token, no_sibling, verify_tokens)
 
 
 def _filter(

@@ -24,8 +24,10 @@ from sglang_ssd.core.acceptance import accept_chain
 from sglang_ssd.core.shared_noise import request_seed
 from sglang_ssd.target import hooks
 from sglang_ssd.target.draft_client import DraftClient
+from sglang_ssd.target.draft_rule import draft_rule
 from sglang_ssd.target.plain_decode import needs_plain_decode, opts_out
 from sglang_ssd.target.reporting import RoundClock, RoundReporter
+from sglang_ssd.target.row_transforms import RowTransforms
 from sglang_ssd.target.stats import PlainCause
 from sglang_ssd.target.verify import (
     CoupledSampler,
@@ -35,7 +37,6 @@ from sglang_ssd.target.verify import (
     choose_target_tokens,
 )
 from sglang_ssd.trace import Tracer
-from sglang_ssd.wire.messages import DraftRule
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -74,6 +75,7 @@ class SSDWorker(BaseSpecWorker):
         self._tp_group = get_parallel().tp_group
         self._is_first_rank = self._tp_group.rank_in_group == 0
         self._tracer = Tracer(self._config.trace if self._is_first_rank else None, "target")
+        self._transforms = RowTransforms()
         self._sampler = CoupledSampler()
         target_worker.model_runner.sampler = self._sampler
         self._client: DraftClient | None = None
@@ -116,7 +118,7 @@ class SSDWorker(BaseSpecWorker):
         with self._tracer.span("verify", rows=len(batch.reqs), width=drafts.width):
             result = self._target_worker.forward_batch_generation(batch, is_verify=True)
         with self._tracer.span("accept"):
-            target_tokens = self._choose(batch, verify, result)
+            target_tokens = self._choose(batch, drafts, verify, result)
             num_correct, accept_lens = accept_chain(
                 drafts.tokens[:, : drafts.width - 1], target_tokens, drafts.num_drafts
             )
@@ -132,6 +134,8 @@ class SSDWorker(BaseSpecWorker):
         if self._client is not None:
             self._open_sequences(self._client, batch.reqs)
         self._sampler.seeds = self._seeds(batch)
+        self._transforms.start(batch.reqs)
+        self._transforms.penalise_prefill(batch)
         with self._tracer.span("prefill", tokens=batch.extend_num_tokens or 0):
             result = self._target_worker.forward_batch_generation(batch)
         if on_publish is not None:
@@ -140,8 +144,7 @@ class SSDWorker(BaseSpecWorker):
         result.accept_lens = torch.ones(len(batch.reqs), dtype=torch.int32, device=self._device)
         result.new_seq_lens = batch.seq_lens
         result.speculative_num_draft_tokens = self._num_steps + 1
-        if self._client is not None:
-            self._commit_first_tokens(self._client, batch.reqs, result.next_token_ids)
+        self._commit_first_tokens(batch.reqs, result.next_token_ids)
         return result
 
     def _open_sequences(self, client: DraftClient, reqs: list[Req]) -> None:
@@ -149,10 +152,14 @@ class SSDWorker(BaseSpecWorker):
             if client.knows(req.rid):
                 continue
             cause = self._why_plain(req)
-            if cause is None:
-                client.open(rid=req.rid, tokens=req.full_untruncated_fill_ids, rule=self._rule(req))
-            else:
+            if cause is not None:
                 client.decline(req.rid, cause)
+                continue
+            client.open(
+                rid=req.rid,
+                tokens=req.full_untruncated_fill_ids,
+                rule=draft_rule(req, seed=self._seed(req)),
+            )
 
     def _why_plain(self, req: Req) -> PlainCause | None:
         """Why drafts could never serve this request: scoring, health checks and aborts end here."""
@@ -164,20 +171,23 @@ class SSDWorker(BaseSpecWorker):
             return "opt_out"
         return "parameter" if needs_plain_decode(req) else None
 
-    def _commit_first_tokens(
-        self, client: DraftClient, reqs: list[Req], next_token_ids: torch.Tensor
-    ) -> None:
+    def _commit_first_tokens(self, reqs: list[Req], next_token_ids: torch.Tensor) -> None:
         """Report the first token of prompts that ended here; a middle chunk's token is junk."""
+        if self._client is None and not self._transforms.applies_to(reqs):
+            return
         done = [
-            (req.rid, token)
+            (req, [token])
             for req, token in zip(reqs, next_token_ids.tolist(), strict=True)
             if req.extend_end == len(req.full_untruncated_fill_ids)
         ]
-        client.commit(
-            rids=[rid for rid, _ in done],
-            new_tokens=[[token] for _, token in done],
-            num_verified=[0] * len(done),
-        )
+        new_tokens = [tokens for _, tokens in done]
+        self._transforms.extend([req for req, _ in done], new_tokens)
+        if self._client is not None:
+            self._client.commit(
+                rids=[req.rid for req, _ in done],
+                new_tokens=new_tokens,
+                num_verified=[0] * len(done),
+            )
 
     def _collect_drafts(self, batch: ScheduleBatch) -> Drafts:
         """This round's drafts: rank 0 waits for them, at most the deadline, and tells all ranks."""
@@ -219,13 +229,19 @@ class SSDWorker(BaseSpecWorker):
         return verify
 
     def _choose(
-        self, batch: ScheduleBatch, verify: SSDVerifyInput, result: GenerationBatchResult
+        self,
+        batch: ScheduleBatch,
+        drafts: Drafts,
+        verify: SSDVerifyInput,
+        result: GenerationBatchResult,
     ) -> torch.Tensor:
         """The target's own tokens [B, W] int64, the same on every rank."""
         target_tokens = choose_target_tokens(
             result.logits_output.next_token_logits,
             batch=batch,
             verify_tokens=verify.verify_tokens,
+            num_drafts=drafts.num_drafts,
+            transforms=self._transforms,
             seeds=self._seeds(batch),
             positions=verify.positions,
         )
@@ -267,17 +283,21 @@ class SSDWorker(BaseSpecWorker):
         times: RoundClock,
     ) -> None:
         """Tell the drafter how the round ended: the round's one device-to-host sync, on rank 0."""
-        if self._client is None:
+        has_history = self._transforms.applies_to(batch.reqs)
+        if self._client is None and not has_history:
             return
-        rids = [req.rid for req in batch.reqs]
         correct: list[int] = num_correct.tolist()
         times.note_outcome()
         tokens: list[list[int]] = target_tokens.tolist()
+        new_tokens = [row[: k + 1] for row, k in zip(tokens, correct, strict=True)]
+        if has_history:
+            self._transforms.extend(batch.reqs, new_tokens)
+        if self._client is None:
+            return
+        rids = [req.rid for req in batch.reqs]
         self._client.note_correct_drafts(rids, correct)
         self._client.commit(
-            rids=rids,
-            new_tokens=[row[: k + 1] for row, k in zip(tokens, correct, strict=True)],
-            num_verified=drafts.num_drafts.tolist(),
+            rids=rids, new_tokens=new_tokens, num_verified=drafts.num_drafts.tolist()
         )
 
     def _seeds(self, batch: ScheduleBatch) -> torch.Tensor | None:
@@ -292,15 +312,3 @@ class SSDWorker(BaseSpecWorker):
         if seed is not None:
             return seed
         return request_seed(base_seed=self._target_worker.random_seed, rid=req.rid)
-
-    def _rule(self, req: Req) -> DraftRule:
-        params = req.sampling_params
-        if params.top_k == 1:  # how SGLang normalises temperature 0
-            return DraftRule()
-        return DraftRule(
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=self._seed(req),
-        )

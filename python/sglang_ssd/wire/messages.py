@@ -17,13 +17,19 @@ from typing import Annotated, Literal
 
 import msgspec
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _MOST = (1 << 31) - 1  # sums of a few still fit a message
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 Length = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 Rank = Annotated[int, msgspec.Meta(ge=-1, le=_MOST)]
+
+MAX_RULE_TOKENS = 512
+"""No list of a DraftRule is longer."""
+
+RuleTokens = Annotated[list[int], msgspec.Meta(max_length=MAX_RULE_TOKENS)]
+RuleValues = Annotated[list[float], msgspec.Meta(max_length=MAX_RULE_TOKENS)]
 
 Served = Literal["hit", "chain_hit", "jit", "sync", "none", "prefill", "full", "context", "unknown"]
 """How a reply row came about.
@@ -37,13 +43,25 @@ DraftSync again).
 
 
 class DraftRule(msgspec.Struct, frozen=True):
-    """How the target will choose tokens of one request, so that the drafter can choose likewise."""
+    """How the target will choose tokens of one request, so that the drafter can choose likewise.
+
+    Penalties count what follows the first prompt_len tokens (core/row_penalties.py); stop_tokens
+    are ruled out while that is shorter than min_new_tokens. Then bias_values are added.
+    """
 
     temperature: float = 0.0  # 0 is greedy
     top_k: int = -1  # -1 is off
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0  # 64-bit, keys the shared noise
+    prompt_len: Count = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: Count = 0
+    stop_tokens: RuleTokens = []
+    bias_tokens: RuleTokens = []
+    bias_values: RuleValues = []  # as many as bias_tokens
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -1,0 +1,280 @@
+r"""Host time of a round beside the target's forward, and what exact penalties add to it.
+
+    python benchmark/bench_host.py --batch-size 4 --vocab-size 151936
+
+One worker serves rounds of greedy requests whose drafts are all right; the target's forward is
+replaced by ready logits and the wire by ready replies, so what is timed is everything else: drafts
+in, verify input, choice, acceptance, outcome out, in CPU time of the one thread that does it. The
+arms take turns round by round on the same worker and batch, in random order:
+
+without    no transforms of rows: what the worker would be if it knew no penalties
+plain      the worker as it is, nobody is penalised
+penalised  one request of the batch has three penalties and an output of --output-len tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+from tqdm import tqdm
+
+from report import add_out_flag, finish, print_table, warn_if_busy
+
+os.environ.setdefault("SGLANG_PLATFORM", "ssd_cpu")
+
+ARMS = ("without", "plain", "penalised")
+WARM_UP = 20
+
+
+class ReadyReplies:
+    """A wire whose drafter has always drafted `drafts`."""
+
+    def __init__(self, drafts: Sequence[Sequence[int]]) -> None:
+        from sglang_ssd.wire.transport import TransportStats
+
+        self.stats = TransportStats()
+        self._drafts = drafts
+        self._reply: tuple[Any, list[int]] | None = None
+
+    def send(self, message: Any, frames: Sequence[Sequence[int]] = ()) -> bool:
+        from sglang_ssd.wire.messages import SpeculateReply, VerifyCommit
+
+        if isinstance(message, VerifyCommit):
+            ends = zip(message.base_committed_lens, message.num_tokens, strict=True)
+            reply = SpeculateReply(
+                round_id=message.round_id,
+                rids=message.rids,
+                generations=message.generations,
+                base_committed_lens=[base + num for base, num in ends],
+                num_drafts=[len(one) for one in self._drafts],
+                served=["hit"] * len(self._drafts),
+                bonus_ranks=[0] * len(self._drafts),
+            )
+            self._reply = reply, [token for one in self._drafts for token in one]
+        return True
+
+    def receive(self, timeout_s: float) -> list[Any]:
+        reply, self._reply = self._reply, None
+        return [] if reply is None else [reply]
+
+    def close(self) -> None: ...
+
+
+class Rounds:
+    """A worker and its batch, one round at a time."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        generator = torch.Generator().manual_seed(args.seed)
+        self._width = args.num_steps + 1
+        self._logits = torch.randn(
+            args.batch_size * self._width, args.vocab_size, generator=generator
+        )
+        self._reqs = [
+            _request(f"r{index}", output_len=args.output_len, generator=generator)
+            for index in range(args.batch_size)
+        ]
+        best = self._logits.argmax(dim=-1).view(args.batch_size, self._width)
+        self._worker = _worker(args.num_steps, args.vocab_size, best[:, :-1].tolist())
+        self._worker._target_worker.forward_batch_generation = self._forward
+        self._batch = _batch(self._reqs, args.output_len)
+        for req in self._reqs:
+            self._worker._client.open(rid=req.rid, tokens=[1, 2, 3], rule=_rule())
+        self._arms = {arm: _arm(arm, self._reqs) for arm in ARMS}
+        self._enter("without")
+        self._run()
+
+    def _enter(self, arm: str) -> None:
+        self._worker._transforms, self._reqs[0].sampling_params = self._arms[arm]
+
+    def _forward(self, batch: Any, *, is_verify: bool) -> Any:
+        logits = self._ready.pop()[: len(self._reqs) * batch.spec_info.draft_token_num]
+        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits))
+
+    def _run(self) -> None:
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        from sglang_ssd.target.verify import SSDDraftInput
+
+        self._ready = [self._logits.clone()]
+        self._batch.forward_mode = ForwardMode.DECODE
+        bonus = torch.zeros(len(self._reqs), dtype=torch.int64)
+        self._batch.spec_info = SSDDraftInput(bonus_tokens=bonus)
+        start = time.thread_time()
+        result = self._worker.forward_batch_generation(self._batch)
+        self.elapsed_ms = (time.thread_time() - start) * 1000
+        self.accept_lens = result.accept_lens.tolist()
+
+    def round_ms(self, arm: str) -> float:
+        self._enter(arm)
+        self._run()
+        assert min(self.accept_lens) == self._width, "every draft is right"
+        return self.elapsed_ms
+
+
+class _NoTransforms:
+    def applies_to(self, reqs: Sequence[Any]) -> bool:
+        return False
+
+
+class _Params(msgspec.Struct):
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    sampling_seed: int | None = None
+
+
+class _Request:
+    def __init__(self, rid: str, output_ids: array[int]) -> None:
+        self.rid = rid
+        self.output_ids = output_ids
+        self.sampling_params = _Params()
+        self.custom_logit_processor = None
+
+
+def _request(rid: str, *, output_len: int, generator: torch.Generator) -> _Request:
+    ids = torch.randint(1000, (output_len,), generator=generator)
+    return _Request(rid, array("q", ids.tolist()))
+
+
+def _arm(arm: str, reqs: Sequence[_Request]) -> tuple[Any, _Params]:
+    """The worker's transforms, and the first request's parameters."""
+    from sglang_ssd.target.row_transforms import RowTransforms
+
+    params = _Params()
+    if arm == "without":
+        return _NoTransforms(), params
+    if arm == "penalised":  # so little that the drafts stay right
+        params = _Params(frequency_penalty=1e-6, presence_penalty=1e-6, repetition_penalty=1.000001)
+    reqs[0].sampling_params = params
+    transforms = RowTransforms()
+    transforms.start(reqs)  # type: ignore[arg-type]
+    return transforms, params
+
+
+def _rule() -> Any:
+    from sglang_ssd.wire.messages import DraftRule
+
+    return DraftRule()
+
+
+def _worker(num_steps: int, vocab_size: int, drafts: list[list[int]]) -> Any:
+    from sglang_ssd.target.draft_client import DraftClient
+    from sglang_ssd.target.worker import SSDWorker
+    from sglang_ssd.trace import Tracer
+
+    worker: Any = SSDWorker.__new__(SSDWorker)
+    worker._target_worker = SimpleNamespace(random_seed=0)
+    worker._device = "cpu"
+    worker._num_steps = num_steps
+    worker._tp_group = SimpleNamespace(world_size=1)
+    worker._tracer = Tracer(None, "")
+    worker._reporter = None
+    worker._client = DraftClient(
+        ReadyReplies(drafts),  # type: ignore[arg-type]
+        num_steps=num_steps,
+        vocab_size=vocab_size,
+        reply_deadline_s=1.0,
+        drafter_alive=lambda: True,
+    )
+    return worker
+
+
+def _batch(reqs: list[_Request], output_len: int) -> Any:
+    size = len(reqs)
+    return SimpleNamespace(
+        reqs=reqs,
+        seq_lens=torch.full((size,), 3 + output_len),
+        req_pool_indices=torch.arange(size),
+        req_to_token_pool=SimpleNamespace(
+            req_to_token=torch.zeros((size, output_len + 64), dtype=torch.int32)
+        ),
+        return_hidden_states=False,
+        return_logprob=False,
+        has_grammar=False,
+        sampling_info=SimpleNamespace(
+            is_all_greedy=True, logit_bias=None, has_custom_logit_processor=False
+        ),
+    )
+
+
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds of every round, by arm."""
+    rng = random.Random(args.seed)
+    rounds = Rounds(args)
+    times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    for index in tqdm(range(WARM_UP + args.rounds), desc="rounds", leave=False):
+        for arm in rng.sample(ARMS, len(ARMS)):
+            elapsed = rounds.round_ms(arm)
+            if index >= WARM_UP:
+                times[arm].append(elapsed)
+    return times
+
+
+def summarise(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Medians, and the median of the differences of the rounds that ran one after the other."""
+    base = statistics.median(times["without"])
+    return {
+        arm: {
+            "median_ms": statistics.median(values),
+            "paired_difference_ms": statistics.median(
+                value - other for value, other in zip(values, times["without"], strict=True)
+            ),
+            "added": statistics.median(
+                value - other for value, other in zip(values, times["without"], strict=True)
+            )
+            / base,
+        }
+        for arm, values in times.items()
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--num-steps", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=49152)
+    parser.add_argument("--output-len", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    add_out_flag(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    warn_if_busy()
+    torch.set_num_threads(1)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    results = summarise(measure(args))
+    print_table(
+        ["arm", "host CPU ms per round", "added ms (paired)", "added"],
+        [
+            [
+                arm,
+                f"{one['median_ms']:.3f}",
+                f"{one['paired_difference_ms']:+.4f}",
+                f"{one['added']:+.1%}",
+            ]
+            for arm, one in results.items()
+        ],
+    )
+    finish("host", args, {"arms": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What a request cannot ask for together with drafts: HTTP 400 with the parameter's name.
+
+Registered on `TokenizerManager._create_tokenized_object`, where SGLang's own checks of parameters
+are: what is raised there reaches the client as its own errors do, streamed or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_spec
+
+from sglang_ssd.target.algorithm import ALGORITHM
+
+REFUSED_FIELDS = ("return_sampling_mask", "return_routed_experts", "return_indexer_topk")
+"""Outputs that SGLang collects in its own sampler, or per decode step."""
+
+
+def register_hooks() -> None:
+    tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    HookRegistry.register(
+        f"{tokenizer}._create_tokenized_object", refuse_unserved_parameters, HookType.BEFORE
+    )
+
+
+def refuse_unserved_parameters(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+    """Raises ValueError with every parameter of this request that is not served."""
+    if get_spec().speculative_algorithm != ALGORITHM:
+        return
+    reasons = refusal_reasons(vars(obj))
+    if reasons:
+        raise ValueError("; ".join(reasons))
+
+
+def refusal_reasons(fields: Mapping[str, Any]) -> list[str]:
+    """Of one request's fields; sampling_params among them."""
+    found = [f"{name} {fields[name]}" for name in REFUSED_FIELDS if fields.get(name)]
+    beam_width = (fields.get("sampling_params") or {}).get("beam_width")
+    if beam_width is not None and beam_width > 1:
+        found.append(f"beam_width {beam_width}")
+    return [f"{one}: not served with --speculative-algorithm {ALGORITHM}" for one in found]

@@ -1,0 +1,75 @@
+"""FR-03: every verify row counts the tokens before it, those of its own run included."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.checkpoints import KINDS, DrafterKind
+from harness.client import Request, generate_all
+from harness.draws import assert_same_draws, seeded
+from harness.prompts import load_prompts
+from harness.reference import Reference, assert_same
+from harness.server import ServerPool
+
+NUM_TOKENS = 64
+PENALTIES: dict[str, list[dict[str, Any]]] = {
+    "frequency": [{"frequency_penalty": value} for value in (-1.0, 0.5, 2.0)],
+    "presence": [{"presence_penalty": value} for value in (-1.0, 0.5, 2.0)],
+    "repetition": [{"repetition_penalty": value} for value in (1.1, 1.5)],
+    "mixed": [
+        {"frequency_penalty": 0.3, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+        {"frequency_penalty": 1.0, "min_new_tokens": 40},
+        {"repetition_penalty": 1.3, "logit_bias": {"260": 3.0, "28": -5.0}},
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fr_03(
+    kind: DrafterKind,
+    pool: ServerPool,
+    reference: Reference,
+    spec_for: Any,
+    figures: dict[str, Any],
+) -> None:
+    """Red when a row repeats another's penalty, an accepted run is counted in part, or a neighbour
+    is penalised too.
+
+    Four lengths and values in a batch; the reference runs without overlap, under which SGLang's own
+    penalties lag one token.
+    """
+    server = pool.get(spec_for(kind))
+    prompts = load_prompts(server.spec.model, 8)
+    for name, values in PENALTIES.items():
+        cases = [
+            Request(
+                prompt.input_ids,
+                {"max_new_tokens": NUM_TOKENS - 5 * index}
+                | (values[index % len(values)] if index % 4 != 3 else {}),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        answers = generate_all(server.url, cases, concurrency=4)
+        assert_same(reference, cases, answers)
+        penalised = [answer for index, answer in enumerate(answers) if index % 4 != 3]
+        figures[f"{name} correct drafts"] = sum(a.num_correct_drafts for a in penalised)
+        figures[f"{name} tokens"] = sum(len(a.output_ids) for a in penalised)
+        if kind == "self":
+            for answer in penalised:
+                assert answer.num_correct_drafts > len(answer.output_ids) / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fr_03_sampled(
+    kind: DrafterKind, pool: ServerPool, drafts_off: Reference, spec_for: Any
+) -> None:
+    """Red when a draw depends on the drafts through a penalty."""
+    server = pool.get(spec_for(kind))
+    sampled = [
+        case
+        for value in (PENALTIES["frequency"][2], PENALTIES["repetition"][1], PENALTIES["mixed"][0])
+        for case in seeded(server.spec.model, 4, {"temperature": 0.8, "top_p": 0.9, **value})
+    ]
+    assert_same_draws(drafts_off, sampled, generate_all(server.url, sampled, concurrency=4))

@@ -1,0 +1,41 @@
+"""FR-04: EOS and stop ids are masked exactly while the output is too short, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.checkpoints import KINDS, DrafterKind
+from harness.client import Request, generate_all
+from harness.prompts import load_prompts
+from harness.reference import Reference, assert_same
+from harness.server import ServerPool
+
+STOP_AT = 5
+CHAT = "<|im_start|>user\nSay yes or no: is water wet?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fr_04(kind: DrafterKind, pool: ServerPool, reference: Reference, spec_for: Any) -> None:
+    """Red when the mask is one row too long or too short, or rounds are counted for tokens."""
+    server = pool.get(spec_for(kind))
+    prompts = load_prompts(server.spec.model, 3)
+    cases = []
+    for prompt in prompts:
+        (free,) = reference.answers([Request(prompt.input_ids, {"max_new_tokens": STOP_AT + 1})])
+        stop = {"stop_token_ids": [free.output_ids[-1]], "max_new_tokens": 40}
+        cases += [
+            Request(prompt.input_ids, {**stop, "min_new_tokens": shortest})
+            for shortest in range(13)
+        ]
+    cases += [
+        Request(CHAT, {"max_new_tokens": 64, "min_new_tokens": shortest})
+        for shortest in (0, 3, 20, 64)
+    ]
+    answers = generate_all(server.url, cases, concurrency=6)
+    assert_same(reference, cases, answers)
+    for case, answer in zip(cases, answers, strict=True):
+        assert len(answer.output_ids) >= case.params["min_new_tokens"]
+    if kind == "self":
+        assert sum(answer.num_correct_drafts for answer in answers[-4:]) > 0

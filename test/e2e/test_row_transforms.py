@@ -1,0 +1,267 @@
+"""Penalties and processors of a verify against SGLang's own penalizers and processors, no server.
+
+SGLang gets one token at a time; a verify gets the whole run at once and must give the same rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import weakref
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
+from sglang.srt.constrained.outlines_backend import OutlinesGrammar
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+from sglang.srt.sampling import penaltylib
+from sglang.srt.sampling.custom_logit_processor import (
+    CustomLogitProcessor,
+    DeepseekOCRNoRepeatNGramLogitProcessor,
+    DisallowedTokensLogitsProcessor,
+)
+from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from harness.processors import serialized
+from sglang_ssd.target.draft_rule import draft_rule
+from sglang_ssd.target.plain_decode import can_roll_back, is_row_function
+from sglang_ssd.target.refusals import refusal_reasons
+from sglang_ssd.target.row_transforms import RowTransforms
+from sglang_ssd.wire.messages import MAX_RULE_TOKENS
+
+VOCAB = 300
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"frequency_penalty": 0.3, "presence_penalty": -0.7},
+    {"repetition_penalty": 1.3, "frequency_penalty": 2.0},
+    {"min_new_tokens": 9, "stop_token_ids": [7, 8]},
+    {"presence_penalty": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 6},
+]
+OUTPUTS = [[3], [5, 5, 9, 260], [], [1, 2, 3, 4, 5, 6, 7], [8, 8, 8, 8]]
+DRAFTS: list[list[int]] = [[4, 4], [5, 9, 5, 1], [2, 2, 2, 2], [9, 9, 9, 9], []]
+
+
+class Tokenizer:
+    eos_token_id = 0
+    additional_stop_token_ids = {11}
+
+
+class Request:
+    """The fields of SGLang's Req that are read."""
+
+    def __init__(self, params: dict[str, Any], output: Sequence[int]) -> None:
+        self.sampling_params = SamplingParams(**params)
+        self.origin_input_ids = array("q", [1, 2, 3])
+        self.output_ids = array("q", output)
+        self.tokenizer = Tokenizer()
+        self.eos_token_ids = {12}
+        self.custom_logit_processor: str | None = None
+
+
+class Batch:
+    device = "cpu"
+
+    def __init__(self, reqs: list[Request]) -> None:
+        self.reqs = reqs
+        self.sampling_info: Any = None
+
+
+def penalizers(batch: Batch) -> penaltylib.BatchedPenalizerOrchestrator:
+    return penaltylib.BatchedPenalizerOrchestrator(
+        vocab_size=VOCAB,
+        batch=batch,
+        penalizers={
+            penaltylib.BatchedFrequencyPenalizer,
+            penaltylib.BatchedMinNewTokensPenalizer,
+            penaltylib.BatchedPresencePenalizer,
+            penaltylib.BatchedRepetitionPenalizer,
+        },
+    )
+
+
+def sampling_info(batch: Batch, orchestrator: Any, **fields: Any) -> SamplingBatchInfo:
+    size = len(batch.reqs)
+    info = SamplingBatchInfo(
+        temperatures=torch.ones(size, 1),
+        top_ps=torch.ones(size),
+        top_ks=torch.ones(size, dtype=torch.int32),
+        min_ps=torch.zeros(size),
+        is_all_greedy=True,
+        is_any_greedy=True,
+        need_top_p_sampling=False,
+        need_top_k_sampling=False,
+        need_min_p_sampling=False,
+        vocab_size=VOCAB,
+        device="cpu",
+        penalizer_orchestrator=orchestrator,
+        **fields,
+    )
+    return info.copy_for_forward()
+
+
+def one_at_a_time(index: int, logits: torch.Tensor) -> torch.Tensor:
+    """Rows [W, V] of one request as a server without speculation processes them."""
+    req = Request(PARAMS[index], ())
+    batch = Batch([req])
+    orchestrator = penalizers(batch)
+    rows = []
+    tokens = [*OUTPUTS[index], *DRAFTS[index]]
+    for place in range(len(tokens) + 1):
+        if place >= len(OUTPUTS[index]):
+            row = logits[place - len(OUTPUTS[index])][None].clone()
+            sampling_info(batch, orchestrator).apply_logits_bias(row)
+            rows.append(row[0])
+        if place < len(tokens) and orchestrator.is_required:
+            orchestrator.cumulate_output_tokens(torch.tensor([tokens[place]]))
+    return torch.stack(rows)
+
+
+def all_logits() -> torch.Tensor:  # [B, W, V]
+    return 3 * torch.randn(len(PARAMS), 5, VOCAB, generator=torch.Generator().manual_seed(1))
+
+
+def test_verify_rows_equal_sglangs_penalizers() -> None:
+    """Red when SGLang changes what a penalty does, or a row counts the wrong tokens."""
+    reqs = [Request(*one) for one in zip(PARAMS, OUTPUTS, strict=True)]
+    transforms = RowTransforms()
+    transforms.start(reqs)
+    rows = all_logits()
+    transforms.penalise(rows, reqs, DRAFTS)
+    for index, before in enumerate(all_logits()):
+        expected = one_at_a_time(index, before)
+        assert torch.equal(rows[index, : len(expected)], expected), PARAMS[index]
+        assert torch.equal(rows[index, len(expected) :], before[len(expected) :])
+
+
+def test_a_resumed_prefill_is_penalised_by_the_whole_output() -> None:
+    """Red when a retracted request's next token forgets the output that it keeps."""
+    reqs = [Request(*one) for one in zip(PARAMS, OUTPUTS, strict=True)]
+    batch = Batch(reqs)
+    batch.sampling_info = sampling_info(batch, penalizers(batch))
+    transforms = RowTransforms()
+    transforms.start(reqs)
+    transforms.penalise_prefill(batch)
+    rows = all_logits()[:, 0].clone()
+    batch.sampling_info.apply_logits_bias(rows)
+    for index, before in enumerate(all_logits()):
+        assert torch.equal(rows[index], one_at_a_time(index, before)[0]), PARAMS[index]
+
+
+def test_a_history_grows_by_whole_runs_and_dies_with_its_request() -> None:
+    """Red when histories leak, or a request without penalties costs one."""
+    reqs = [Request(PARAMS[1], [4]), Request({}, [4])]
+    transforms = RowTransforms()
+    transforms.start(reqs)
+    assert transforms.applies_to(reqs)
+    assert not transforms.applies_to(reqs[1:])
+    transforms.extend(reqs, [[5, 6], [7]])
+    assert transforms._outputs[reqs[0]].tokens.tolist() == [4, 5, 6]
+    reqs[0].output_ids.append(5)
+    transforms.start(reqs)
+    assert transforms._outputs[reqs[0]].tokens.tolist() == [4, 5]
+    del reqs[0]
+    assert not transforms.applies_to(reqs)
+    assert not transforms._outputs
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_each_row_sees_its_own_history(declared: bool) -> None:
+    """Red when a processor is asked about rows that it may not see, or with other output."""
+    name = "BanRecentTokens" if declared else "CountCalls"
+    req, other = Request({}, [4, 5]), Request({}, [9])
+    req.custom_logit_processor = serialized(name)
+    processor = CustomLogitProcessor.from_str(req.custom_logit_processor)
+    own = {"window": 2, "calls": 3, "__req__": weakref.proxy(req)}
+    transforms = RowTransforms()
+    transforms.start([other, req])
+    transforms.extend([other, req], [[1], [6]])
+    reqs, drafts = [other, req], [[1, 2], [7, 8] if declared else []]
+    info = dataclasses.replace(
+        sampling_info(Batch(reqs), penalizers(Batch(reqs))),
+        has_custom_logit_processor=True,
+        custom_params=[None, own],
+        custom_logit_processor={1: ProcessorEntry(processor, [1], torch.tensor([1]))},
+    )
+    rows = torch.zeros(2, 4, VOCAB)
+    transforms.apply_processors(rows, info, reqs, drafts)
+    assert not rows[0].any()
+    assert not rows[1, 1 + len(drafts[1]) :].any()
+    assert req.output_ids.tolist() == [4, 5]
+    if declared:
+        banned = [torch.isinf(row).nonzero()[:, 0].tolist() for row in rows[1, :3]]
+        assert banned == [[5, 6], [6, 7], [7, 8]]
+        assert [int(row.argmax()) for row in rows[1, :3]] == [263, 264, 260]
+    else:
+        assert own["calls"] == 4
+        assert int(rows[1, 0].argmax()) == 264
+
+
+def test_which_processors_are_functions_of_the_row() -> None:
+    """Red when a class is trusted that did not say so, or SGLang's own are not."""
+
+    class Overrides(DisallowedTokensLogitsProcessor):
+        def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+            return logits
+
+    trusted = ["BanRecentTokens", "ShortThought"]
+    assert all(is_row_function(CustomLogitProcessor.from_str(serialized(one))) for one in trusted)
+    assert is_row_function(DeepseekOCRNoRepeatNGramLogitProcessor())
+    assert not is_row_function(Overrides())
+    assert not is_row_function(CustomLogitProcessor.from_str(serialized("CountCalls")))
+
+
+def test_which_grammars_roll_back() -> None:
+    """Red when a backend without rollback would be advanced over drafts, or a wrapper hides one."""
+    outlines = OutlinesGrammar(guide=None, jump_forward_map=None)
+    for kind in (XGrammarGrammar, GuidanceGrammar):
+        assert can_roll_back(kind.__new__(kind))
+    assert not can_roll_back(outlines)
+    assert not can_roll_back(ReasonerGrammarObject(outlines, [5]))
+    assert can_roll_back(ReasonerGrammarObject(None, [5]))
+
+
+def test_host_benchmark_runs() -> None:
+    """Red when the worker's round changes and the benchmark of its host time is left behind."""
+    script = Path(__file__).resolve().parents[2] / "benchmark" / "bench_host.py"
+    run = subprocess.run(
+        [sys.executable, script, "--rounds", "3", "--vocab-size", "2000", "--output-len", "20"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert set(json.loads(run.stdout.splitlines()[-1])["arms"]) == {"without", "plain", "penalised"}
+
+
+def test_refusals_name_the_parameter_and_its_value() -> None:
+    """Red when a value that means "off" is refused, or a refusal says nothing."""
+    off = {"return_sampling_mask": None, "sampling_params": {"beam_width": 1}}
+    assert refusal_reasons(off) == []
+    assert refusal_reasons({"sampling_params": None}) == []
+    asked = {"return_sampling_mask": True, "sampling_params": {"beam_width": 3}}
+    assert refusal_reasons(asked) == [
+        "return_sampling_mask True: not served with --speculative-algorithm SSD",
+        "beam_width 3: not served with --speculative-algorithm SSD",
+    ]
+
+
+def test_the_drafter_is_told_what_fits() -> None:
+    """Red when a long bias is refused by the drafter, or the strongest entries are left out."""
+    bias = {str(token): float(token % 50) for token in range(2000)}
+    req = Request({"temperature": 0.0, "logit_bias": bias, "min_new_tokens": 3}, [])
+    rule = draft_rule(req, seed=5)  # type: ignore[arg-type]
+    assert len(rule.bias_tokens) == MAX_RULE_TOKENS
+    assert min(rule.bias_values) > 35
+    assert (rule.temperature, rule.seed, rule.prompt_len) == (0.0, 0, 3)
+    assert rule.stop_tokens == [0, 11, 12]
+    sampled = draft_rule(Request({"temperature": 0.5}, []), seed=5)  # type: ignore[arg-type]
+    assert (sampled.temperature, sampled.seed, sampled.stop_tokens) == (0.5, 5, [])

@@ -1,0 +1,290 @@
+"""Every row of docs/sampling.md, walked: what speculates does, what is refused is refused by name.
+
+The table must name each field of SGLang's SamplingParams and GenerateReqInput, and each field must
+have an example here, so a field that a new SGLang brings turns this red until somebody decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests as http
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from harness.client import Answer, Request, generate, generate_all, generate_copies
+from harness.draws import assert_same_draws
+from harness.processors import serialized
+from harness.prompts import tokenizer_of
+from harness.reference import Reference, assert_same
+from harness.server import Server, ServerPool
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
+VERDICTS = ("speculates", "decodes plainly", "HTTP 400", "at start", "no influence")
+STORY = "Once upon a time, in a village at the foot of a mountain, there lived a clockmaker who"
+NUM_TOKENS = 30
+
+Fields = dict[str, Any]
+
+TAG = json.dumps(
+    {
+        "type": "structural_tag",
+        "structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}],
+        "triggers": ["<a"],
+    }
+)
+PARAMS: dict[str, Fields] = {
+    "temperature": {"temperature": 0.0},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "presence_penalty": {"presence_penalty": 0.5},
+    "repetition_penalty": {"repetition_penalty": 1.2},
+    "min_new_tokens": {"min_new_tokens": 12},
+    "logit_bias": {"logit_bias": {"28": -4.0, "260": 1.5}},
+    "json_schema": {"json_schema": json.dumps({"type": "string", "maxLength": 60})},
+    "regex": {"regex": "( [a-z]+){9,}"},
+    "ebnf": {"ebnf": 'root ::= (" " [a-z]+)+'},
+    "structural_tag": {"structural_tag": TAG},
+    "max_new_tokens": {"max_new_tokens": 23},
+    "stop": {"stop": ["."]},
+    "stop_token_ids": {"stop_token_ids": [30]},
+    "stop_regex": {"stop_regex": "[.!]"},
+    "ignore_eos": {"ignore_eos": True},
+    "no_stop_trim": {"stop": ["."], "no_stop_trim": True},
+    "skip_special_tokens": {"skip_special_tokens": False},
+    "spaces_between_special_tokens": {"spaces_between_special_tokens": False},
+    "stream_interval": {"stream_interval": 3},
+    "custom_params": {"custom_params": {"anything": 1}},
+}
+"""Greedy examples of what speculates."""
+
+SAMPLED: dict[str, Fields] = {
+    "top_p": {"temperature": 0.9, "top_p": 0.8},
+    "top_k": {"temperature": 0.9, "top_k": 12},
+    "min_p": {"temperature": 0.9, "min_p": 0.1},
+    "sampling_seed": {"temperature": 0.9},
+}
+"""Examples that need a seed; the reference is the server with its drafts off."""
+
+OPTIONS: dict[str, Fields] = {
+    "stream": {},
+    "return_logprob": {"return_logprob": True},
+    "logprob_start_len": {"return_logprob": True, "logprob_start_len": 2},
+    "top_logprobs_num": {"return_logprob": True, "top_logprobs_num": 2},
+    "token_ids_logprob": {"return_logprob": True, "token_ids_logprob": [5, 28]},
+    "return_text_in_logprobs": {"return_logprob": True, "return_text_in_logprobs": True},
+    "return_flat_raw_top_logprobs": {
+        **{"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0},
+        "return_flat_raw_top_logprobs": True,
+    },
+    "return_flat_raw_output_top_logprobs": {
+        **{"return_logprob": True, "top_logprobs_num": 2},
+        "return_flat_raw_output_top_logprobs": True,
+    },
+    "return_flat_raw_top_logprobs_b64": {
+        **{"return_logprob": True, "top_logprobs_num": 2},
+        **{"return_flat_raw_output_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True},
+    },
+    "return_prompt_token_ids": {"return_prompt_token_ids": True},
+    "custom_logit_processor": {"custom_logit_processor": DisallowedTokensLogitsProcessor.to_str()},
+    "session_id": {"session_id": "a"},
+}
+
+REFUSED: dict[str, Fields] = {
+    "beam_width": {"sampling_params": {"beam_width": 2, "max_new_tokens": 4}},
+    "return_sampling_mask": {"return_sampling_mask": True},
+    "sampling_logprobs_mode": {"sampling_logprobs_mode": "support"},
+    "return_routed_experts": {"return_routed_experts": True},
+    "routed_experts_start_len": {"return_routed_experts": True, "routed_experts_start_len": 1},
+    "return_indexer_topk": {"return_indexer_topk": True},
+}
+
+ELSEWHERE = {
+    "text": "test_clients.py",
+    "input_ids": "every test",
+    "sampling_params": "every test",
+    "n": "below, and test_sampled_identity.py",
+    "return_hidden_states": "test_hidden_states.py: the server needs a flag for it",
+    "require_reasoning": "acts through the grammar alone",
+    "max_thinking_tokens": "acts through the grammar alone",
+    "session_params": "test_life_cycle.py",
+    "input_embeds": "below: plain",
+    "positional_embed_overrides": "no client can send one: SGLang makes them itself",
+}
+
+
+def table() -> dict[str, str]:
+    """Verdict of each parameter; a name that stands in both sections has one verdict."""
+    verdicts: dict[str, str] = {}
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and cells[1] in VERDICTS:
+            for name in re.findall(r"`(\w+)`", cells[0]):
+                assert verdicts.setdefault(name, cells[1]) == cells[1], name
+    return verdicts
+
+
+def known_fields() -> set[str]:
+    request = {field.name for field in dataclasses.fields(GenerateReqInput)}
+    return request | set(SamplingParams.__struct_fields__)
+
+
+def test_the_table_has_every_field_and_no_other() -> None:
+    """Red when a new SGLang brings a parameter, or drops one."""
+    assert set(table()) == known_fields()
+
+
+def test_every_verdict_has_an_example() -> None:
+    """Red when a row is added without a proof."""
+    shown = {
+        "speculates": {*PARAMS, *SAMPLED, *OPTIONS, *ELSEWHERE},
+        "decodes plainly": {*ELSEWHERE},
+        "HTTP 400": {*REFUSED},
+    }
+    for name, verdict in table().items():
+        assert name in shown.get(verdict, {name}), f"{name}: {verdict}"
+
+
+@pytest.fixture
+def server(pool: ServerPool, spec_for: Any) -> Server:
+    return pool.get(spec_for("self"))
+
+
+@pytest.fixture
+def story(server: Server) -> tuple[int, ...]:
+    return tuple(tokenizer_of(server.spec.model).encode(STORY))
+
+
+def test_what_speculates(server: Server, reference: Reference, story: tuple[int, ...]) -> None:
+    """Red when a parameter makes a request decode plainly, or changes what it gets."""
+    cases = {
+        name: Request(story, {"max_new_tokens": NUM_TOKENS, **params})
+        for name, params in PARAMS.items()
+    }
+    bias = {"custom_params": {"token_ids": [28, 260]}}
+    for name, options in OPTIONS.items():
+        params = bias if name == "custom_logit_processor" else {}
+        cases[name] = Request(story, {"max_new_tokens": NUM_TOKENS, **params}, options)
+    answers = generate_all(server.url, list(cases.values()), concurrency=6)
+    assert_same(reference, list(cases.values()), answers)
+    for name, answer in zip(cases, answers, strict=True):
+        assert answer.num_correct_drafts > 0, f"{name} was decoded plainly"
+    _assert_same_logprobs(reference.answers(list(cases.values())), answers)
+
+
+def _assert_same_logprobs(expected: list[Answer], got: list[Answer]) -> None:
+    for want, have in zip(expected, got, strict=True):
+        names = {key for key in want.meta_info if "logprobs" in key}
+        assert names == {key for key in have.meta_info if "logprobs" in key}
+        for name in names:
+            assert _shape(want.meta_info[name]) == _shape(have.meta_info[name]), name
+
+
+def _shape(value: Any) -> Any:
+    """Nested lists with their numbers left out."""
+    if isinstance(value, list | tuple):
+        return [_shape(item) for item in value]
+    return type(value).__name__ if isinstance(value, float | str | bytes) else value
+
+
+def test_what_speculates_when_sampled(
+    server: Server, drafts_off: Reference, story: tuple[int, ...]
+) -> None:
+    """Red when a filter lags in some row, or a seed means another draw in another batch or order.
+
+    OpenAI's `seed` is the same seed.
+    """
+    cases = [
+        Request(story, {"max_new_tokens": NUM_TOKENS, "sampling_seed": seed, **params})
+        for params in SAMPLED.values()
+        for seed in (1, 2**62 + 5)
+    ]
+    answers = generate_all(server.url, cases[::-1], concurrency=8)[::-1]
+    assert_same_draws(drafts_off, cases, answers)
+    assert all(answer.num_correct_drafts > 0 for answer in answers)
+    body = {"model": "m", "prompt": STORY, "max_tokens": NUM_TOKENS, "temperature": 0.9, "seed": 1}
+    reply = http.post(f"{server.url}/v1/completions", json=body, timeout=600).json()
+    assert reply["choices"][0]["text"] == answers[-2].text
+
+
+def test_openai_copies_differ_and_repeat(server: Server, story: tuple[int, ...]) -> None:
+    """Red when OpenAI's seed with n > 1 gives equal copies, or others the next time."""
+    body = {"model": "m", "prompt": STORY, "max_tokens": 20, "temperature": 1.0, "seed": 9, "n": 3}
+
+    def texts() -> list[str]:
+        reply = http.post(f"{server.url}/v1/completions", json=body, timeout=600).json()
+        return [choice["text"] for choice in reply["choices"]]
+
+    first = texts()
+    assert len(set(first)) == 3
+    assert texts() == first
+    greedy = generate_copies(server.url, Request(story, {"max_new_tokens": 20, "n": 2}))
+    assert greedy[0].output_ids == greedy[1].output_ids
+
+
+def test_what_decodes_plainly(server: Server, reference: Reference, story: tuple[int, ...]) -> None:
+    """Red when such a request gets drafts, or other tokens."""
+    cases = [
+        Request(story, {"max_new_tokens": 12, "custom_params": {"ssd": False}}),
+        Request(
+            story,
+            {"max_new_tokens": 12, "custom_params": {"unused": 0}},
+            {"custom_logit_processor": serialized("CountCalls")},
+        ),
+    ]
+    answers = generate_all(server.url, cases)
+    assert_same(reference, cases, answers)
+    assert [answer.num_correct_drafts for answer in answers] == [0, 0]
+
+
+def test_embeddings_decode_plainly(server: Server, story: tuple[int, ...]) -> None:
+    """Red when a prompt of embeddings is mirrored as the ids that stand in for it."""
+    embedding = _embedding_rows(server, story)
+    body = {
+        "input_embeds": embedding,
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 12},
+    }
+    reply = http.post(f"{server.url}/generate", json=body, timeout=600)
+    if reply.status_code == 400:
+        assert "disable-radix-cache" in reply.text
+        return
+    answer = reply.json()
+    assert answer["meta_info"].get("spec_num_correct_drafts", 0) == 0
+    expected = generate(server.url, Request(story, {"max_new_tokens": 12}))
+    assert answer["text"] == expected.text
+
+
+def _embedding_rows(server: Server, ids: tuple[int, ...]) -> list[list[float]]:
+    from safetensors import safe_open
+
+    path = next(Path(server.spec.model).glob("*.safetensors"))
+    with safe_open(path, framework="pt") as weights:
+        table_rows = weights.get_slice("model.embed_tokens.weight")
+        return [table_rows[token : token + 1][0].float().tolist() for token in ids]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str, streamed: bool, server: Server, story: tuple[int, ...]) -> None:
+    """Red when a parameter that is not served is ignored, or the refusal does not name it."""
+    body = {
+        "input_ids": story,
+        "sampling_params": {"max_new_tokens": 4},
+        "stream": streamed,
+        **REFUSED[name],
+    }
+    reply = http.post(f"{server.url}/generate", json=body, timeout=600)
+    if streamed:
+        assert reply.status_code == 200
+        first = reply.text.removeprefix("data: ").splitlines()[0]
+        message = json.loads(first)["error"]["message"]
+    else:
+        assert reply.status_code == 400
+        message = reply.json()["error"]["message"]
+    assert name.removesuffix("_start_len").removeprefix("routed_") in message
+    assert server.healthy()
