@@ -180,10 +180,12 @@ def _difference(expected: Answer, got: Answer) -> str:
 
 
 class Chaos:
-    """Inflicts faults and watches the server get over them."""
+    """Inflicts faults and watches the target get over them; `hits` counts its hits so far."""
 
-    def __init__(self, server: Server, proxy: FaultyProxy, drafter: Drafter, seed: int) -> None:
-        self._server, self._proxy, self._drafter = server, proxy, drafter
+    def __init__(
+        self, hits: Callable[[], int], proxy: FaultyProxy, drafter: Drafter, seed: int
+    ) -> None:
+        self._hits, self._proxy, self._drafter = hits, proxy, drafter
         self._fuzzer = Fuzzer(seed)
         self._rng = random.Random(seed)
 
@@ -192,15 +194,18 @@ class Chaos:
         inflict: Callable[[float], None] = getattr(self, f"_{fault.kind}")
         inflict(fault.seconds)
         ready = self._proxy.welcomed_at if fault.kind in ("kill", "restart") else time.monotonic()
-        hits = hits_of(self._server)
-        wait_until(lambda: hits_of(self._server) > hits, f"hits after {fault}")
+        hits = self._hits()
+        wait_until(lambda: self._hits() > hits, f"hits after {fault}")
         return Outcome(fault.kind, ready - start, time.monotonic() - ready)
+
+    def restart_drafter(self) -> None:
+        self._end_drafter(signal.SIGTERM)
 
     def _kill(self, seconds: float) -> None:
         self._end_drafter(signal.SIGKILL)
 
     def _restart(self, seconds: float) -> None:
-        self._end_drafter(signal.SIGTERM)
+        self.restart_drafter()
 
     def _end_drafter(self, how: signal.Signals) -> None:
         pid = self._drafter.supervisor.pid
@@ -386,8 +391,8 @@ def run(model: str, num_faults: int, seed: int) -> Result:
             cases = make_cases(model)
             expected = generate_all(server.url, cases, concurrency=IN_FLIGHT)
             table.write_text(json.dumps(_sequences(cases, expected)))
-            chaos = Chaos(server, proxy, drafter, seed)
-            chaos._restart(0.0)  # the drafter reads the table
+            chaos = Chaos(lambda: hits_of(server), proxy, drafter, seed)
+            chaos.restart_drafter()  # so that it reads the table
             generate_all(server.url, cases, concurrency=IN_FLIGHT)
             before, counts = Count.of(server), status_of(server)
             load = Load(server.url, cases, expected)
