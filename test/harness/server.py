@@ -51,6 +51,8 @@ class ServerSpec(msgspec.Struct, frozen=True):
     flags: tuple[str, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
     """SsdConfig fields: --ssd-* flags of the launcher, the environment of the others."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables beside those of this process."""
 
 
 def all_settings(spec: ServerSpec) -> dict[str, Any]:
@@ -98,6 +100,7 @@ def setting_flag(name: str, value: Any) -> list[str]:
 def environment(spec: ServerSpec) -> dict[str, str]:
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     env.pop("SGLANG_SSD_CONFIG", None)
+    env.update(spec.env)
     if spec.entry != "launcher":
         env["SGLANG_PLATFORM"] = "ssd_cpu"
         if spec.drafter is not None:

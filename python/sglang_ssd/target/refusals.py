@@ -37,7 +37,13 @@ def refuse_unserved_parameters(manager: Any, obj: Any, *args: Any, **kwargs: Any
 def refusal_reasons(fields: Mapping[str, Any]) -> list[str]:
     """Of one request's fields; sampling_params among them."""
     found = [f"{name} {fields[name]}" for name in REFUSED_FIELDS if fields.get(name)]
-    beam_width = (fields.get("sampling_params") or {}).get("beam_width")
+    params = fields.get("sampling_params") or {}
+    beam_width = params.get("beam_width")
     if beam_width is not None and beam_width > 1:
         found.append(f"beam_width {beam_width}")
-    return [f"{one}: not served with --speculative-algorithm {ALGORITHM}" for one in found]
+    reasons = [f"{one}: not served with --speculative-algorithm {ALGORITHM}" for one in found]
+    custom_params = params.get("custom_params")
+    opt_out = custom_params.get("ssd") if isinstance(custom_params, dict) else None
+    if not (opt_out is None or isinstance(opt_out, bool)):
+        reasons.append(f"custom_params ssd {opt_out!r}: must be true or false")
+    return reasons

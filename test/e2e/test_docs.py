@@ -1,0 +1,137 @@
+"""Every command of the user guide and the operations page is run, in order, as it stands there.
+
+What stands for something of the reader's own (TARGET, a port, a folder) is put in, and amounts are
+made small. A command that serves is waited for, and stopped when another one takes its place.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import requests as http
+
+from harness.checkpoints import make_drafter
+from harness.server import free_port
+
+ROOT = Path(__file__).parents[2]
+SIZES = " --context-length 2048 --max-total-tokens 4096"
+READY_S = 900.0
+ELSEWHERE = "python test/faults/chaos.py"
+"""A command that takes long by nature: test_chaos.py runs it."""
+
+
+def commands_of(page: str) -> list[str]:
+    """The blocks marked sh: a command each, or several lines of them."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
+    lines = ["\n".join(x for x in b.splitlines() if not x.startswith(ELSEWHERE)) for b in blocks]
+    return [line.strip() for line in lines]
+
+
+class Reader:
+    """Someone who types the commands of a page into a terminal."""
+
+    def __init__(self, target: Path, folder: Path) -> None:
+        self._folder = folder
+        self._port = str(free_port())
+        self._serving: dict[str, subprocess.Popen[bytes]] = {}
+        self._names = {
+            "TARGET": str(target),
+            "DRAFTER_HOST": "127.0.0.1",
+            "DRAFT": str(target),
+            "/models/other-draft": str(make_drafter("noisy", target)),
+            "30000": self._port,
+            ":7000": f":{free_port()}",
+            "/run/ssd": str(folder),
+            "python -m": f"{sys.executable} -m",
+            "python test": f"{sys.executable} {ROOT}/test",
+            "--frames 100000": "--frames 300",
+            "--faults 200": "--faults 6",
+        }
+
+    def type(self, command: str) -> None:
+        for name, value in self._names.items():
+            command = command.replace(name, value)
+        if "sglang_ssd.launch_server" in command:
+            port = "" if "--port" in command else f" --port {self._port}"
+            self._serve("server", command + port + SIZES)
+        elif "sglang_ssd.drafter" in command:
+            self._serve("drafter", command)
+        else:
+            self._run(command)
+        if "sglang_ssd.keys" in command:  # "copy to the two machines"
+            for side in ("drafter", "target"):
+                shutil.copytree(self._folder / "keys" / side, self._folder / side)
+
+    def stop(self) -> None:
+        for role in list(self._serving):
+            self._stop(role)
+
+    def _run(self, command: str) -> None:
+        run = subprocess.run(
+            ["bash", "-ec", command],
+            cwd=self._folder,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert run.returncode == 0, f"{command}\n{run.stderr}"
+        assert run.stdout, command
+        assert '"error": {' not in run.stdout, run.stdout
+
+    def _serve(self, role: str, command: str) -> None:
+        """A drafter of one's own comes before the server that names it."""
+        self._stop("server")
+        self._stop(role)
+        log = self._folder / f"{role}.log"
+        with log.open("wb") as out:
+            self._serving[role] = subprocess.Popen(
+                ["bash", "-c", f"exec {command}"],
+                cwd=self._folder,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + READY_S
+        while not self._is_ready(role, log):
+            assert self._serving[role].poll() is None, log.read_text()[-2000:]
+            assert time.monotonic() < deadline, log.read_text()[-2000:]
+            time.sleep(0.5)
+
+    def _is_ready(self, role: str, log: Path) -> bool:
+        if role == "drafter":
+            return "ready at" in log.read_text(errors="replace")
+        try:
+            return http.get(f"http://127.0.0.1:{self._port}/health", timeout=5).ok
+        except http.RequestException:
+            return False
+
+    def _stop(self, role: str) -> None:
+        process = self._serving.pop(role, None)
+        if process is not None:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+@pytest.mark.parametrize("page", ["user_guide.md", "operations.md"])
+def test_the_commands_run(page: str, target: Path, tmp_path: Path) -> None:
+    """Red when a command of the docs fails, or a server of it does not come up."""
+    reader = Reader(target, tmp_path)
+    try:
+        if page == "operations.md":  # its reader has a server
+            reader.type(commands_of("user_guide.md")[0])
+        for command in commands_of(page):
+            reader.type(command)
+    finally:
+        reader.stop()
+
+
+def test_what_is_run_elsewhere_is_run() -> None:
+    assert "chaos" in (Path(__file__).parent / "test_chaos.py").read_text()

@@ -1,0 +1,355 @@
+"""What operators and clients do to a running server beside generating.
+
+The reference is the server itself without speculation: the same request with
+custom_params={"ssd": false} decodes plainly. One server serves all tests of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import requests as http
+
+from harness.checkpoints import make_drafter
+from harness.client import Answer, Request, generate, generate_all, stream
+from harness.prompts import load_prompts, tokenizer_of
+from harness.reference import Reference
+from harness.server import Server, ServerPool, free_port
+
+OPT_OUT = {"custom_params": {"ssd": False}}
+LEASE_S = 2.0
+TEXTS = (
+    "Repeat: \U0001f600\U0001f680\U0001f389 \U0001f600\U0001f680\U0001f389 \U0001f600",
+    "\u91cd\u590d\uff1a\u4f60\u597d\u4e16\u754c\u3002\u4f60\u597d\u4e16\u754c\u3002\u4f60\u597d",
+    'She said: "It\u2019s \u201cfine\u201d", he said: "It\u2019s \u201cfine\u201d"',
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server(pool: ServerPool, spec_for: Any) -> Server:
+    flags = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3")
+    return pool.get(spec_for("noisy", flags=flags, settings=(("lease_s", LEASE_S),)))
+
+
+def post(server: Server, path: str, body: Any = None, *, ok: bool = True) -> http.Response:
+    answer = http.post(f"{server.url}{path}", json=body if body is not None else {}, timeout=120)
+    assert answer.ok is ok, f"{path}: {answer.status_code} {answer.text[:500]}"
+    return answer
+
+
+def cases_of(server: Server, num: int, num_tokens: int = 24, **params: Any) -> list[Request]:
+    prompts = load_prompts(server.spec.model, num)
+    full = {"max_new_tokens": num_tokens, "ignore_eos": True, **params}
+    return [Request(prompt.input_ids, full) for prompt in prompts]
+
+
+def plainly(case: Request) -> Request:
+    return msgspec.structs.replace(case, params={**case.params, **OPT_OUT})
+
+
+def assert_as_plain(server: Server, cases: list[Request]) -> list[Answer]:
+    """Speculating answers, equal to those of plain decode on the same server."""
+    answers = generate_all(server.url, cases)
+    for case, answer in zip(cases, answers, strict=True):
+        want = generate(server.url, plainly(case))
+        assert want.num_correct_drafts == 0
+        assert answer.same_as(want), case
+    return answers
+
+
+def assert_speculates(server: Server) -> None:
+    before = server.ssd()
+    answers = assert_as_plain(server, cases_of(server, 2))
+    assert sum(answer.num_correct_drafts for answer in answers) > 0
+    assert server.ssd()["hits"] > before["hits"]
+
+
+def assert_drained(server: Server) -> None:
+    deadline = time.monotonic() + 20
+    while server.ssd()["live_sequences"] and time.monotonic() < deadline:
+        time.sleep(0.3)
+    assert server.ssd()["live_sequences"] == 0
+
+
+def in_background(server: Server, case: Request) -> Any:
+    """A future of its answer, handed out once the first tokens are there."""
+    started = threading.Event()
+    threads = ThreadPoolExecutor(1)
+    future = threads.submit(stream, server.url, case, on_chunk=lambda _: started.set())
+    threads.shutdown(wait=False)
+    assert started.wait(120)
+    return future
+
+
+def test_flush_cache(server: Server) -> None:
+    """Red when a flush leaves sequences with the drafter, or one under way is disturbed."""
+    (case,) = cases_of(server, 1, 80)
+    future = in_background(server, case)
+    http.post(f"{server.url}/flush_cache", timeout=60)  # refused while a request runs
+    assert future.result().answer.same_as(generate(server.url, plainly(case)))
+    assert_drained(server)
+    post(server, "/flush_cache")
+    assert_speculates(server)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause_and_continue(server: Server, mode: str) -> None:
+    """Red when a request does not survive a pause longer than the drafter's lease."""
+    (case,) = cases_of(server, 1, 60)
+    future = in_background(server, case)
+    post(server, "/pause_generation", {"mode": mode})
+    time.sleep(2 * LEASE_S)
+    if mode == "retract":
+        post(server, "/flush_cache")
+    assert not future.done()
+    post(server, "/continue_generation")
+    answer = future.result().answer
+    assert answer.same_as(generate(server.url, plainly(case)))
+    assert answer.num_correct_drafts > 0
+    assert_speculates(server)
+
+
+def test_pause_that_aborts(server: Server) -> None:
+    """Red when an aborting pause leaves a sequence with the drafter."""
+    (case,) = cases_of(server, 1, 400)
+    future = in_background(server, case)
+    post(server, "/pause_generation", {"mode": "abort"})
+    assert future.result().answer.finish["type"] == "abort"
+    post(server, "/continue_generation")
+    assert_drained(server)
+    assert_speculates(server)
+
+
+def test_abort_all(server: Server) -> None:
+    """Red when abort_all leaves a request running or a sequence open."""
+    cases = cases_of(server, 6, 800)
+    futures = [in_background(server, case) for case in cases]
+    post(server, "/abort_request", {"abort_all": True})
+    assert {future.result().answer.finish["type"] for future in futures} == {"abort"}
+    assert_drained(server)
+    assert_speculates(server)
+
+
+def update_from_disk(server: Server, path: Path | str) -> None:
+    answer = post(server, "/update_weights_from_disk", {"model_path": str(path)}).json()
+    assert answer["success"], answer
+
+
+def test_weights_from_disk(server: Server, target: Path) -> None:
+    """Red when new weights meet an old verify: copies of weights, a cache that is not flushed."""
+    cases = cases_of(server, 2)
+    old = assert_as_plain(server, cases)
+    update_from_disk(server, make_drafter("noisy", target))
+    new = assert_as_plain(server, cases)
+    assert [a.output_ids for a in new] != [a.output_ids for a in old]
+    assert any(a.num_correct_drafts for a in new), "the drafter has these weights too"
+    update_from_disk(server, target)
+    again = assert_as_plain(server, cases)
+    assert [a.output_ids for a in again] == [a.output_ids for a in old]
+
+
+SEND_PROGRAM = """
+import sys, requests, torch
+how, url, weights, scale, port = sys.argv[1:]
+from safetensors.torch import load_file
+name = "model.norm.weight"
+weight = load_file(weights)[name].float() * float(scale)
+
+def post(path, **body):
+    answer = requests.post(url + path, json=body, timeout=120)
+    assert answer.ok, (path, answer.text)
+
+if how == "tensor":
+    import torch.multiprocessing
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    from sglang.srt.utils import MultiprocessingSerializer
+    post("/begin_weight_update")
+    data = MultiprocessingSerializer.serialize([(name, weight)], output_str=True)
+    post("/update_weights_from_tensor", serialized_named_tensors=[data])
+    post("/end_weight_update")
+else:
+    from concurrent.futures import ThreadPoolExecutor
+    from sglang.srt.utils import init_custom_process_group
+    threads = ThreadPoolExecutor(1)
+    joined = threads.submit(post, "/init_weights_update_group", master_address="127.0.0.1",
+        master_port=int(port), rank_offset=1, world_size=2, group_name="test", backend="gloo")
+    group = init_custom_process_group(backend="gloo", init_method="tcp://127.0.0.1:" + port,
+        world_size=2, rank=0, group_name="test")
+    joined.result()
+    post("/begin_weight_update")
+    sent = threads.submit(post, "/update_weights_from_distributed", names=[name],
+        dtypes=["float32"], shapes=[list(weight.shape)], group_name="test")
+    torch.distributed.broadcast(weight, src=0, group=group)
+    sent.result()
+    post("/end_weight_update")
+    post("/destroy_weights_update_group", group_name="test")
+"""
+
+
+@pytest.mark.parametrize("how", ["tensor", "distributed"])
+def test_weights_from_a_trainer(server: Server, target: Path, how: str) -> None:
+    """Red when the calls that a trainer makes fail for a server without a draft worker."""
+    cases = cases_of(server, 2)
+    old = assert_as_plain(server, cases)
+    for scale in ("0.5", "1"):
+        run = subprocess.run(
+            [
+                *(sys.executable, "-c", SEND_PROGRAM, how, server.url),
+                *(str(target / "model.safetensors"), scale, str(free_port())),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr[-2000:]
+        answers = assert_as_plain(server, cases)
+    assert [a.output_ids for a in answers] == [a.output_ids for a in old]
+    assert post(server, "/weights_checker", {"action": "checksum"}).json()["success"]
+
+
+def test_memory_is_released_and_resumed(server: Server) -> None:
+    """Red when the drafter keeps sequences of a cache that is gone."""
+    assert_drained(server)
+    post(server, "/release_memory_occupation", {"tags": ["kv_cache"]})
+    post(server, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+    assert_speculates(server)
+
+
+def test_sessions(server: Server) -> None:
+    """Red when a turn of a session is not drafted for, or its context is not what was said."""
+    prompts = [list(p.input_ids[:40]) for p in load_prompts(server.spec.model, 3)]
+    said = []
+    for extra in ({}, OPT_OUT):
+        session = post(server, "/open_session", {"capacity_of_str_len": 4000}).json()
+        rid = None
+        turns = []
+        for prompt in prompts:
+            body = {
+                "input_ids": prompt,
+                "session_params": {"id": session, "rid": rid},
+                "sampling_params": {"temperature": 0, "max_new_tokens": 24, **extra},
+            }
+            answer = post(server, "/generate", body).json()
+            rid = answer["meta_info"]["id"]
+            turns.append((answer["text"], answer["meta_info"]["prompt_tokens"]))
+        said.append(turns)
+        post(server, "/close_session", {"session_id": session})
+    assert said[0] == said[1]
+    assert said[0][2][1] > 80
+    assert_drained(server)
+
+
+def chat(server: Server, *, streamed: bool, **body: Any) -> tuple[str, str, str]:
+    """Content, reasoning and tool arguments, joined."""
+    full = {
+        "model": "any",
+        "temperature": 0,
+        "max_tokens": 48,
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "stream": streamed,
+        **body,
+    }
+    answer = http.post(f"{server.url}/v1/chat/completions", json=full, timeout=300, stream=streamed)
+    assert answer.ok, answer.text
+    if not streamed:
+        parts = [answer.json()["choices"][0]["message"]]
+    else:
+        lines = [line.removeprefix(b"data: ") for line in answer.iter_lines() if line]
+        parts = [
+            json.loads(line)["choices"][0]["delta"]
+            for line in lines
+            if line != b"[DONE]" and json.loads(line)["choices"]
+        ]
+    joined = ["", "", ""]
+    for part in parts:
+        joined[0] += part.get("content") or ""
+        joined[1] += part.get("reasoning_content") or ""
+        for call in part.get("tool_calls") or ():
+            joined[2] += (call["function"].get("name") or "") + call["function"]["arguments"]
+    return joined[0], joined[1], joined[2]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": "auto"},
+        {"separate_reasoning": True},
+        {"separate_reasoning": False},
+    ],
+    ids=["required-tool", "auto-tool", "reasoning", "no-reasoning"],
+)
+def test_parsers(server: Server, body: dict[str, Any]) -> None:
+    """Red when several tokens at once break a tool call or the split of reasoning."""
+    want = chat(server, streamed=False, **body, **OPT_OUT)
+    for streamed in (False, True):
+        assert chat(server, streamed=streamed, **body) == want
+    if body.get("tool_choice") == "required":
+        assert want[2].startswith("get_weather")
+
+
+def test_score(server: Server, reference: Reference) -> None:
+    """Red when /v1/score opens a sequence, or gives other scores than a plain server."""
+    body = {
+        "model": "any",
+        "query": "The capital of France is",
+        "items": [" Paris", " Rome", " a banana"],
+        "label_token_ids": [260, 28, 30],
+        "apply_softmax": True,
+    }
+    before = server.ssd()["rounds"]
+    mine = post(server, "/v1/score", body).json()["scores"]
+    plain = post(reference.server, "/v1/score", body).json()["scores"]
+    for have, want in zip(mine, plain, strict=True):
+        assert have == pytest.approx(want, abs=1e-4)
+    assert server.ssd()["rounds"] == before
+    assert server.ssd()["live_sequences"] == 0
+
+
+@pytest.mark.parametrize("stream_interval", [1, 3])
+@pytest.mark.parametrize("text", TEXTS, ids=["emoji", "cjk", "quotes"])
+def test_streams_join_to_the_whole_text(server: Server, text: str, stream_interval: int) -> None:
+    """Red when a character that spans tokens, or a word at a run's border, is cut or lost."""
+    params = {"max_new_tokens": 40, "stream_interval": stream_interval, "ignore_eos": True}
+    case = Request(tuple(tokenizer_of(server.spec.model).encode(text)), params)
+    (whole,) = assert_as_plain(server, [case])
+    streamed = stream(server.url, case)
+    assert streamed.answer.same_as(whole)
+    assert all(whole.text.startswith(part) for part in streamed.texts)
+    body = {"model": "any", "prompt": text, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    answer = http.post(
+        f"{server.url}/v1/completions",
+        json={**body, "stream": True, "stream_interval": stream_interval},
+        stream=True,
+        timeout=300,
+    )
+    deltas = [
+        json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
+        for line in answer.iter_lines()
+        if line.startswith(b"data: {")
+    ]
+    whole_text = post(server, "/v1/completions", body).json()["choices"][0]["text"]
+    assert "".join(deltas) == whole_text
+    assert all("\ufffd" not in delta for delta in deltas) or "\ufffd" in whole_text
