@@ -170,11 +170,19 @@ def test_what_speculates(server: Server, reference: Reference, story: tuple[int,
     for name, options in OPTIONS.items():
         params = bias if name == "custom_logit_processor" else {}
         cases[name] = Request(story, {"max_new_tokens": NUM_TOKENS, **params}, options)
+    before = plain_rows(server)
     answers = generate_all(server.url, list(cases.values()), concurrency=6)
     assert_same(reference, list(cases.values()), answers)
-    for name, answer in zip(cases, answers, strict=True):
-        assert answer.num_correct_drafts > 0, f"{name} was decoded plainly"
+    # Drafts may be late, or wrong under a grammar; but nobody is left without by a parameter.
+    assert plain_rows(server) == before
+    assert sum(answer.num_correct_drafts for answer in answers) > 0
     _assert_same_logprobs(reference.answers(list(cases.values())), answers)
+
+
+def plain_rows(server: Server) -> int:
+    """Rows that have decoded plainly because of a parameter or an opt-out."""
+    counts = server.ssd()["plain_decode"]
+    return int(counts.get("parameter", 0) + counts.get("opt_out", 0))
 
 
 def _assert_same_logprobs(expected: list[Answer], got: list[Answer]) -> None:
@@ -204,9 +212,11 @@ def test_what_speculates_when_sampled(
         for params in SAMPLED.values()
         for seed in (1, 2**62 + 5)
     ]
+    before = plain_rows(server)
     answers = generate_all(server.url, cases[::-1], concurrency=8)[::-1]
     assert_same_draws(drafts_off, cases, answers)
-    assert all(answer.num_correct_drafts > 0 for answer in answers)
+    assert plain_rows(server) == before
+    assert sum(answer.num_correct_drafts for answer in answers) > 0
     body = {"model": "m", "prompt": STORY, "max_tokens": NUM_TOKENS, "temperature": 0.9, "seed": 1}
     reply = http.post(f"{server.url}/v1/completions", json=body, timeout=600).json()
     assert reply["choices"][0]["text"] == answers[-2].text
@@ -237,9 +247,11 @@ def test_what_decodes_plainly(server: Server, reference: Reference, story: tuple
             {"custom_logit_processor": serialized("CountCalls")},
         ),
     ]
+    before = plain_rows(server)
     answers = generate_all(server.url, cases)
     assert_same(reference, cases, answers)
     assert [answer.num_correct_drafts for answer in answers] == [0, 0]
+    assert plain_rows(server) == before + sum(len(answer.output_ids) - 1 for answer in answers)
 
 
 def test_embeddings_decode_plainly(server: Server, story: tuple[int, ...]) -> None:

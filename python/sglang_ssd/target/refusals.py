@@ -39,7 +39,7 @@ def refusal_reasons(fields: Mapping[str, Any]) -> list[str]:
     found = [f"{name} {fields[name]}" for name in REFUSED_FIELDS if fields.get(name)]
     params = fields.get("sampling_params") or {}
     beam_width = params.get("beam_width")
-    if beam_width is not None and beam_width > 1:
+    if isinstance(beam_width, int) and beam_width > 1:
         found.append(f"beam_width {beam_width}")
     reasons = [f"{one}: not served with --speculative-algorithm {ALGORITHM}" for one in found]
     custom_params = params.get("custom_params")
