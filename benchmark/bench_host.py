@@ -44,11 +44,20 @@ class ReadyReplies:
 
         self.stats = TransportStats()
         self._drafts = drafts
-        self._reply: tuple[Any, list[int]] | None = None
+        self._replies: list[tuple[Any, list[int]]] = []
 
     def send(self, message: Any, frames: Sequence[Sequence[int]] = ()) -> bool:
-        from sglang_ssd.wire.messages import SpeculateReply, VerifyCommit
+        from sglang_ssd.wire.messages import Hello, SpeculateReply, VerifyCommit, Welcome
 
+        if isinstance(message, Hello):
+            welcome = Welcome(
+                schema_version=message.schema_version,
+                drafter_pid=os.getpid(),
+                vocab_size=message.vocab_size,
+                context_len=message.context_len,
+                max_sequences=len(self._drafts),
+            )
+            self._replies.append((welcome, []))
         if isinstance(message, VerifyCommit):
             ends = zip(message.base_committed_lens, message.num_tokens, strict=True)
             reply = SpeculateReply(
@@ -60,12 +69,12 @@ class ReadyReplies:
                 served=["hit"] * len(self._drafts),
                 bonus_ranks=[0] * len(self._drafts),
             )
-            self._reply = reply, [token for one in self._drafts for token in one]
+            self._replies.append((reply, [token for one in self._drafts for token in one]))
         return True
 
     def receive(self, timeout_s: float) -> list[Any]:
-        reply, self._reply = self._reply, None
-        return [] if reply is None else [reply]
+        replies, self._replies = self._replies, []
+        return replies
 
     def close(self) -> None: ...
 
@@ -89,9 +98,12 @@ class Rounds:
         self._batch = _batch(self._reqs, args.output_len)
         for req in self._reqs:
             self._worker._client.open(rid=req.rid, tokens=[1, 2, 3], rule=_rule())
+        self._worker._client.commit(
+            rids=[req.rid for req in self._reqs],
+            new_tokens=[[4]] * len(self._reqs),
+            num_verified=[0] * len(self._reqs),
+        )
         self._arms = {arm: _arm(arm, self._reqs) for arm in ARMS}
-        self._enter("without")
-        self._run()
 
     def _enter(self, arm: str) -> None:
         self._worker._transforms, self._reqs[0].sampling_params = self._arms[arm]
@@ -170,8 +182,10 @@ def _rule() -> Any:
 
 def _worker(num_steps: int, vocab_size: int, drafts: list[list[int]]) -> Any:
     from sglang_ssd.target.draft_client import DraftClient
+    from sglang_ssd.target.reply_deadline import ReplyDeadline
     from sglang_ssd.target.worker import SSDWorker
     from sglang_ssd.trace import Tracer
+    from sglang_ssd.wire.messages import SCHEMA_VERSION, Hello
 
     worker: Any = SSDWorker.__new__(SSDWorker)
     worker._target_worker = SimpleNamespace(random_seed=0)
@@ -180,13 +194,23 @@ def _worker(num_steps: int, vocab_size: int, drafts: list[list[int]]) -> Any:
     worker._tp_group = SimpleNamespace(world_size=1)
     worker._tracer = Tracer(None, "")
     worker._reporter = None
-    worker._client = DraftClient(
-        ReadyReplies(drafts),  # type: ignore[arg-type]
+    hello = Hello(
+        schema_version=SCHEMA_VERSION,
+        target_id="host",
         num_steps=num_steps,
         vocab_size=vocab_size,
-        reply_deadline_s=1.0,
-        drafter_alive=lambda: True,
+        context_len=1 << 20,
+        token_map_blocks=[],
+        allow_padded_vocab=False,
     )
+    worker._client = DraftClient(
+        ReadyReplies(drafts),  # type: ignore[arg-type]
+        hello=hello,
+        deadline=ReplyDeadline(least_s=1.0, most_s=1.0),
+        resync_tokens=1 << 20,
+    )
+    while worker._client.state != "ready":
+        worker._client.look(0.0)
     return worker
 
 
