@@ -170,6 +170,21 @@ def test_a_drafter_that_was_started_again_is_told_everything(wire, backup):
     assert server.client.stats.on_time_rows > on_time, "speculation resumes"
 
 
+def test_an_idle_target_notices_another_drafter(wire):
+    """Red when the first request after an idle spell has to find out."""
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.run()
+    server.loop = server.new_drafter()
+    for _ in range(600):  # 12 s
+        wire.tick()
+        server.step_drafter()
+        server.client.note_idle()
+    assert server.client.link.lives == 2
+    assert server.client.state == "ready"
+    assert server.client.transport_stats.sent < 20
+
+
 def test_a_drafter_that_is_back_is_told_in_slices(wire):
     """Prompts of 3, 1, 30 and 4 ids and some more each; 40 ids a round at most."""
     server = Server(wire, draft_seed=0, backup="jit")

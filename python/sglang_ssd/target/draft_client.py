@@ -46,6 +46,7 @@ DrafterState = Literal["starting", "ready", "degraded", "restarting", "dead", "r
 _HOPELESS: dict[Served, PlainCause] = {"full": "full", "context": "context"}
 _LIVENESS_S = 0.05  # how soon a wait notices that the drafter's process has ended
 _IDLE_LOOK_S = 0.5
+_IDLE_HELLO_S = 5.0  # when no round would notice that the drafter is another
 _COMMITS_TIMED = 32
 
 
@@ -86,6 +87,7 @@ class DraftClient:
         self._lives = 0
         self._next_generation = 1
         self._next_look = 0.0
+        self._next_idle_hello = 0.0
         self._looked_at = 0.0
         self._notices = NoticeLog(logger)
         self._told_idle = True
@@ -208,6 +210,10 @@ class DraftClient:
         if now >= self._next_look:
             self._next_look = now + _IDLE_LOOK_S
             self.look()
+        if now >= self._next_idle_hello:
+            self._next_idle_hello = now + _IDLE_HELLO_S
+            if self._can_talk() and not self.link.say_hello():
+                self._deadline.note_unreachable()
 
     def look(self, timeout_s: float = 0.0) -> None:
         """Greet the drafter and hear what it has to say, outside of any round."""

@@ -111,9 +111,14 @@ class DrafterLink:
         now = self._clock()
         if now < self._next_hello or not self._has_process():
             return
-        self.is_reachable = self._transport.send(self._hello, [])
+        self.say_hello()
         self._next_hello = now + self._hello_pause_s
         self._hello_pause_s = min(2 * self._hello_pause_s, _MOST_HELLO_S)
+
+    def say_hello(self) -> bool:
+        """Ask who is there; False if nobody is."""
+        self.is_reachable = self._transport.send(self._hello, [])
+        return self.is_reachable
 
     def close(self) -> None:
         self._transport.close()
