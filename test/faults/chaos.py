@@ -6,10 +6,10 @@ The server connects to a proxy (proxy.py); behind it a drafter without a model (
 which has read the answers) is kept alive by our own supervisor. Kinds: kill, restart (told to end),
 stop (SIGSTOP, then SIGCONT), slow (replies held back), garbage (malformed frames both ways),
 generations (old replies and commits under other generations), cut (all connections dropped). Every
-fault is followed by peace for as long as it lasted, a second at least. Prints a table by kind and,
-as the last line, one JSON object; fails if an answer differs from the run without faults, one is
-lost, hits stay away for more than two seconds, fewer than half of all rows are hits, or anything is
-left behind.
+fault is followed by peace for twice as long as it lasted, two seconds at least. Prints a table by
+kind and, as the last line, one JSON object; fails if an answer differs from the run without faults,
+one is lost, hits stay away for more than two seconds, fewer than half of all rows are hits, or
+anything is left behind.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ IN_FLIGHT = 8
 NUM_STEPS = 4
 DEADLINE_MS = 300
 HITS_RETURN_S = 2.0
+LEAST_PEACE_S = 2.0
 LIMIT_S = 120.0
 """Nothing here takes so long unless something is broken."""
 
@@ -419,7 +420,7 @@ def _inflict_all(chaos: Chaos, faults: list[Fault], load: Load) -> list[Outcome]
     for number, fault in enumerate(faults):
         start = time.monotonic()
         outcomes.append(chaos.inflict(fault))
-        time.sleep(max(1.0, time.monotonic() - start))
+        time.sleep(max(LEAST_PEACE_S, 2 * (time.monotonic() - start)))
         if load.lost:
             break
         print(f"\r{number + 1}/{len(faults)} {fault.kind:12}", end="", file=sys.stderr, flush=True)

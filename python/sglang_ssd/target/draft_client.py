@@ -157,7 +157,7 @@ class DraftClient:
         if self._batch_too_large:
             self._why_untold = "batch_size"
         elif not self._can_talk():
-            self._why_untold = "late"
+            self._why_untold = "late" if self.link.is_reachable else "drafter_down"
         elif live:
             self._send_commit(live, verified)
 
@@ -319,7 +319,7 @@ class DraftClient:
         )
         if not self.link.send(message, ids):
             self._deadline.note_unreachable()
-            self._why_untold = "late"
+            self._why_untold = "drafter_down"
             return
         for sequence in live:
             sequence.told_len = len(sequence.tokens)
