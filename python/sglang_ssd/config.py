@@ -21,6 +21,8 @@ import msgspec
 CONFIG_ENV = "SGLANG_SSD_CONFIG"
 """Environment variable that carries the config: JSON text, or the path of a JSON file."""
 
+MAX_NUM_STEPS = 16
+
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 ALLOWED_TEXTS = {

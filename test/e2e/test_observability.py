@@ -106,7 +106,8 @@ def test_metrics_add_up_and_agree_with_the_state(server: Server) -> None:
     (misses,) = samples["misses_total"].values()
     assert hits + misses + sum(plain.values()) == rounds == state["rows"]
     assert hits == state["hits"] > 0
-    assert sum(samples["accept_length_rounds_total"].values()) == rounds
+    assert samples["accept_length_count"][""] == rounds
+    assert samples["accept_length_sum"][""] == rounds + state["correct_drafts"]
     for name in ("round", "verify", "reply_wait"):
         assert samples[f"{name}_seconds_count"][""] == state["rounds"]
         assert samples[f"{name}_seconds_sum"][""] <= samples["round_seconds_sum"][""]

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang_ssd.target.metrics import METRICS, PREFIX, MetricsExporter, Values, values_of
+from sglang_ssd.target.metrics import (
+    METRICS,
+    PREFIX,
+    TIME_BUCKETS,
+    MetricsExporter,
+    Values,
+    values_of,
+)
 from sglang_ssd.target.reporting import log_line
 from sglang_ssd.target.stats import PLAIN_CAUSES, ClientStats
 from sglang_ssd.wire.messages import DrafterStatus
@@ -47,7 +54,8 @@ def stats_after(rows: int) -> ClientStats:
         else:
             stats.count_plain(PLAIN_CAUSES[index % 2])
     stats.count_accepted([index % 5 for index in range(rows)])
-    stats.count_rank(-1)
+    for rank in (-1, 0, 0, 2):
+        stats.count_rank(rank)
     return stats
 
 
@@ -85,7 +93,8 @@ def test_counters_follow_and_add_up() -> None:
         (misses,) = exported.samples("misses_total").values()
         (rounds,) = exported.samples("rounds_total").values()
         assert hits + misses + sum(plain.values()) == rounds == rows
-        assert exported.samples("accept_length_rounds_total") == stats.accept_lens
+        assert exported.samples("accept_length_count") == {"": rows}
+        assert exported.samples("accept_length_sum") == {"": rows + stats.correct_drafts}
     assert exported.samples("dropped_replies_total") == {"stale": 2, "bad": 0, "malformed": 4}
     assert exported.samples("drafter_memory_bytes") == {"resident": 1 << 30, "device": 0}
     assert exported.samples("drafter_kv_usage") == {"": 0.25}
@@ -108,9 +117,21 @@ def test_round_times_are_histograms() -> None:
     assert exported.samples("reply_wait_seconds_bucket")["0.0002"] == 1
 
 
+def test_a_rank_is_observed_when_there_is_one() -> None:
+    exported = Exported()
+    for rows in (4, 8):
+        exported.exporter.export(values(stats_after(rows)))
+    buckets = exported.samples("bonus_rank_bucket")
+    assert (buckets["0.0"], buckets["1.0"], buckets["2.0"]) == (2, 2, 3)
+
+
 def test_every_metric_is_filled() -> None:
     """Red when a metric is declared and nothing moves it, or values have no metric."""
-    times = {metric.name for metric in METRICS if metric.kind == "histogram"}
+    times = {
+        metric.name
+        for metric in METRICS
+        if metric.name.endswith("_seconds") and metric.kind == "histogram"
+    }
     assert set(values(stats_after(4))) | times == {metric.name for metric in METRICS}
 
 

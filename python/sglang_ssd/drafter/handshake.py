@@ -7,12 +7,10 @@ import uuid
 
 import msgspec
 
-from sglang_ssd.config import SsdConfig
+from sglang_ssd.config import MAX_NUM_STEPS, SsdConfig
 from sglang_ssd.core.fan_out import resolve_fan_out
 from sglang_ssd.wire.messages import SCHEMA_VERSION, Hello, Refusal, Welcome
 from sglang_ssd.wire.token_map import digest_blocks, first_differing_block, token_block
-
-MAX_NUM_STEPS = 16
 
 
 class Abilities(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ssd import compat
-from sglang_ssd.config import SettingsError, SsdConfig, read_config
+from sglang_ssd.config import MAX_NUM_STEPS, SettingsError, SsdConfig, read_config
 from sglang_ssd.config import validate as config_reasons
 from sglang_ssd.platform import affinity, cpu
 from sglang_ssd.wire.curve import load_public, load_secret
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 ALGORITHM = "SSD"
 DEFAULT_NUM_STEPS = 4
-MAX_NUM_STEPS = 16
 
 HONOURED_FLAGS = frozenset(
     {

@@ -4,7 +4,7 @@ SGLang uses prometheus_client's multiprocess mode: the scheduler process writes 
 the HTTP process collects them. So prometheus_client may be imported here only once that mode is
 chosen, in the scheduler process, and what is exported must be its own counters. They follow
 ClientStats and the drafter's DrafterStatus by differences, at intervals; the times of a round alone
-are observed one by one.
+are observed as they happen.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from sglang_ssd.target.stats import ClientStats
+from sglang_ssd.config import MAX_NUM_STEPS
+from sglang_ssd.target.stats import NOT_GUESSED, ClientStats
 from sglang_ssd.wire.messages import DrafterStatus
 from sglang_ssd.wire.transport import TransportStats
 
@@ -24,6 +25,8 @@ TIME_BUCKETS = (
     *(0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
 )
 """Seconds; upper bounds."""
+ACCEPT_LENGTH_BUCKETS = tuple(range(1, MAX_NUM_STEPS + 2))
+BONUS_RANK_BUCKETS = (*range(8), 11, 15, 23, 31)
 
 
 class Metric(msgspec.Struct, frozen=True):
@@ -34,6 +37,8 @@ class Metric(msgspec.Struct, frozen=True):
     text: str
     label: str | None = None
     """Of its own, beside SGLang's."""
+    buckets: tuple[float, ...] = TIME_BUCKETS
+    """Upper bounds, of a histogram."""
 
     @property
     def sample_names(self) -> tuple[str, ...]:
@@ -52,16 +57,16 @@ METRICS = (
     Metric("plain_decode_rounds", "counter", "Rounds without speculation, by cause.", "cause"),
     Metric("correct_drafts", "counter", "Drafts that the target agreed with."),
     Metric(
-        "accept_length_rounds",
-        "counter",
-        "Rounds by the tokens they gained, bonus included.",
         "accept_length",
+        "histogram",
+        "Tokens that a round gained, bonus included.",
+        buckets=ACCEPT_LENGTH_BUCKETS,
     ),
     Metric(
-        "bonus_rank_replies",
-        "counter",
-        "Replies by the rank of the bonus among the guesses; -1: not guessed.",
-        "rank",
+        "bonus_rank",
+        "histogram",
+        "Rank of a guessed bonus among the guesses of its position; 0: the likeliest.",
+        buckets=BONUS_RANK_BUCKETS,
     ),
     Metric("round_seconds", "histogram", "From asking for drafts until the outcome is sent."),
     Metric("verify_seconds", "histogram", "From drafts in hand until the outcome is known."),
@@ -91,7 +96,8 @@ METRICS = (
 )
 
 Values = dict[str, dict[str, float]]
-"""By metric and by the value of its own label, "" if it has none."""
+"""By metric and by the value of its own label, "" if it has none; of a histogram, how often
+each value was seen."""
 
 
 def values_of(
@@ -102,11 +108,11 @@ def values_of(
     transport: TransportStats,
     status: DrafterStatus | None,
 ) -> Values:
-    """What every counter and gauge stands at."""
+    """What every counter, gauge and histogram of counted values stands at."""
     plain: dict[str, dict[str, int]] = {
         "plain_decode_rounds": stats.plain_decode,
-        "accept_length_rounds": stats.accept_lens,
-        "bonus_rank_replies": stats.bonus_rank,
+        "accept_length": stats.accept_lens,
+        "bonus_rank": {rank: n for rank, n in stats.bonus_rank.items() if rank != NOT_GUESSED},
         "dropped_replies": {
             "stale": stats.stale_replies,
             "bad": stats.bad_replies,
@@ -161,7 +167,7 @@ class MetricsExporter:
         kinds: dict[str, tuple[Any, dict[str, Any]]] = {
             "counter": (prometheus_client.Counter, {}),
             "gauge": (prometheus_client.Gauge, {"multiprocess_mode": "mostrecent"}),
-            "histogram": (prometheus_client.Histogram, {"buckets": TIME_BUCKETS}),
+            "histogram": (prometheus_client.Histogram, {}),
         }
         self._labels = labels
         self._metrics: dict[str, Any] = {}
@@ -171,6 +177,8 @@ class MetricsExporter:
         self._exported: dict[tuple[str, str], float] = {}
         for metric in METRICS:
             make, options = kinds[metric.kind]
+            if metric.kind == "histogram":
+                options = {"buckets": metric.buckets}
             names = [*labels, *([metric.label] if metric.label else [])]
             self._metrics[metric.name] = make(
                 PREFIX + metric.name, metric.text, labelnames=names, registry=registry, **options
@@ -185,21 +193,24 @@ class MetricsExporter:
         self._wait.observe(wait_s)
 
     def export(self, values: Values) -> None:
-        """Move every counter and gauge on; a counter that fell was started anew."""
+        """Move everything on; a count that fell was started anew."""
         for name, numbers in values.items():
-            for label_value, number in numbers.items():
-                key = (name, label_value)
-                before = self._exported.get(key)
+            for key, number in numbers.items():
+                before = self._exported.get((name, key))
                 if before == number:
                     continue
-                self._exported[key] = number
-                child = self._child(name, label_value)
-                if self._kinds[name] == "gauge":
-                    child.set(number)
-                elif before is None or number < before:
-                    child.inc(number)
-                else:
-                    child.inc(number - before)
+                self._exported[name, key] = number
+                new = number if before is None or number < before else number - before
+                self._move(name, key, number, new)
+
+    def _move(self, name: str, key: str, number: float, new: float) -> None:
+        if self._kinds[name] == "gauge":
+            self._child(name, key).set(number)
+        elif self._kinds[name] == "counter":
+            self._child(name, key).inc(new)
+        else:
+            for _ in range(int(new)):
+                self._child(name, "").observe(float(key))
 
     def _child(self, name: str, label_value: str) -> Any:
         key = (name, label_value)

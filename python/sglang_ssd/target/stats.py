@@ -42,6 +42,9 @@ ending: the request is finished or aborted already.
 
 PLAIN_CAUSES: tuple[PlainCause, ...] = get_args(PlainCause)
 
+NOT_GUESSED = "-1"
+"""Key of ClientStats.bonus_rank: the bonus was not among the guesses."""
+
 HIT_SERVED: frozenset[Served] = frozenset({"hit", "chain_hit"})
 DRAFTED_SERVED: frozenset[Served] = HIT_SERVED | {"jit", "sync"}
 
@@ -58,7 +61,7 @@ class ClientStats(msgspec.Struct):
     correct_drafts: int = 0
     served_correct: dict[str, int] = msgspec.field(default_factory=dict)
     accept_lens: dict[str, int] = msgspec.field(default_factory=dict)  # rows by accept length
-    bonus_rank: dict[str, int] = msgspec.field(default_factory=dict)  # -1: not guessed
+    bonus_rank: dict[str, int] = msgspec.field(default_factory=dict)  # replies by rank, NOT_GUESSED
 
     round_seconds: float = 0.0  # from asking for drafts until the outcome is sent
     verify_seconds: float = 0.0  # from drafts in hand until the outcome is known
