@@ -2,12 +2,12 @@
 
     .venv/bin/python test/faults/soak.py --model MODEL --minutes 20 --plot soak.png
 
-The same load runs on the server without speculation first and on the server with SSD then, each for
---minutes. Requests are greedy, sampled, penalised, constrained, stopped, copied, of one token and of
-long prompts; a fifth of all clients close the connection or abort. Prints a table and, as the last
-line, one JSON object; fails if memory grows after the warm-up by more than 1 % or 20 MB beyond what
-it grows by without speculation, if the last minutes are slower than the first, if the drafter is
-left with a sequence, or if a greedy answer has changed in the end.
+The same load runs on the server without speculation first and on the server with SSD then, each
+for --minutes. Requests are greedy, sampled, penalised, constrained, stopped, copied, of one token
+and of long prompts; a fifth of all clients close the connection or abort. Prints a table and, as
+the last line, one JSON object; fails if memory grows after the warm-up by more than 1 % or 20 MB
+beyond what it grows by without speculation, if the last minutes are slower than the first, if the
+drafter is left with a sequence, or if a greedy answer has changed in the end.
 """
 
 from __future__ import annotations
