@@ -130,6 +130,10 @@ class Server:
             )
 
     @property
+    def process(self) -> subprocess.Popen[bytes]:
+        return self._process
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 
