@@ -26,6 +26,7 @@ from sglang_ssd.config import (
     help_text,
     load_config,
 )
+from sglang_ssd.drafter.process import sweep_socket_dirs
 from sglang_ssd.platform.affinity import core_reasons, lent_cores
 
 PLATFORM_ENV = "SGLANG_PLATFORM"
@@ -130,6 +131,7 @@ def _serve(server_argv: list[str], settings: dict[str, Any]) -> None:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+        sweep_socket_dirs()
 
 
 def _check_without_ssd(algorithm: str | None, settings: dict[str, Any]) -> None:

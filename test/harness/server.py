@@ -36,6 +36,7 @@ COMMON_FLAGS = (
     *("--context-length", "2048"),
     *("--max-total-tokens", str(KV_TOKENS)),
     *("--max-running-requests", "16"),
+    *("--mem-fraction-static", "0.9"),  # the pools are bounded above; other servers run beside
     *("--random-seed", "7"),
     "--enable-custom-logit-processor",
     "--sleep-on-idle",  # several servers share the cores

@@ -176,7 +176,7 @@ class DrafterHandle:
 
 def make_endpoint() -> str:
     """A fresh ipc:// endpoint in a directory that only this user may enter."""
-    _sweep_socket_dirs()
+    sweep_socket_dirs()
     return f"ipc://{tempfile.mkdtemp(prefix=f'{_SOCKET_DIR_PREFIX}{os.getpid()}-')}/drafter"
 
 
@@ -239,7 +239,7 @@ def _child_environment(config: SsdConfig) -> dict[str, str]:
     return env
 
 
-def _sweep_socket_dirs() -> None:
+def sweep_socket_dirs() -> None:
     """Remove socket directories of servers that were killed and could not do it themselves."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SOCKET_DIR_PREFIX}[0-9]*-*"):
         pid = path.name.removeprefix(_SOCKET_DIR_PREFIX).split("-", 1)[0]
