@@ -7,7 +7,9 @@ A pool starts servers on demand and ends the one that was used longest ago to ma
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -57,7 +59,7 @@ class Server:
         """Returns when it answers; raises RuntimeError with the end of its log if it does not."""
         self._num_starts += 1
         base = self._folder / f"{self._slug()}.{self._num_starts}"
-        port = _free_port()
+        port = free_port()
         self.url = f"http://{HOST}:{port}"
         flags = [*self.spec.flags, "--host", HOST, "--port", str(port)]
         if self.spec.traced:
@@ -167,7 +169,10 @@ class ServerPool:
             self._up.popitem()[1].stop()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+def free_port() -> int:
+    """A port below those the system gives to connections, which may be taken while SGLang starts."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port in 20000..29999")

@@ -18,7 +18,7 @@ import pytest
 import requests as http
 
 from harness.checkpoints import make_drafter
-from harness.server import free_port
+from servers import free_port
 
 ROOT = Path(__file__).parents[2]
 SIZES = " --context-length 2048 --max-total-tokens 4096"

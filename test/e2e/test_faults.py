@@ -20,7 +20,8 @@ from harness.client import Request, generate_all, stream
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter
-from harness.server import Server, ServerPool, ServerSpec, free_port
+from harness.server import Server, ServerPool, ServerSpec
+from servers import free_port
 from sglang_ssd.keys import make_keys
 
 DEADLINE_S = 2.0

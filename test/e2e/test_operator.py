@@ -23,7 +23,8 @@ from harness.checkpoints import make_drafter
 from harness.client import Answer, Request, generate, generate_all, stream
 from harness.prompts import load_prompts, tokenizer_of
 from harness.reference import Reference
-from harness.server import Server, ServerPool, free_port
+from harness.server import Server, ServerPool
+from servers import free_port
 
 OPT_OUT = {"custom_params": {"ssd": False}}
 LEASE_S = 2.0

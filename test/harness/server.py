@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from typing import Any, Literal
 import msgspec
 import psutil
 import requests
+
+from servers import free_port
 
 READY_LIMIT_S = 600.0
 STOP_LIMIT_S = 60.0
@@ -231,14 +232,6 @@ def _let_children_be_interrupted() -> None:
     """A shell's background job ignores SIGINT, and what it starts inherits that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def free_port() -> int:
-    """A port whose successors SGLang can use as well; it derives others from it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _lives(process: psutil.Process) -> bool:
