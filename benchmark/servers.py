@@ -170,7 +170,7 @@ class ServerPool:
 
 
 def free_port() -> int:
-    """A port below those the system gives to connections, which may be taken while SGLang starts."""
+    """One below those that the system gives to connections: still free when SGLang binds it."""
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
