@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 import msgspec
+import psutil
 
 from sglang_ssd.config import CONFIG_ENV, SsdConfig, dump_config
 from sglang_ssd.drafter.checkpoint import check_local
@@ -248,10 +249,8 @@ def sweep_socket_dirs() -> None:
 
 
 def process_exists(pid: int) -> bool:
+    """False also for one that has ended and waits for its parent to take note."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return False
-    except PermissionError:
-        return True
-    return True
