@@ -73,8 +73,8 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
 
 @pytest.fixture(scope="session")
 def reference_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    """The servers whose answers are right by definition."""
-    servers = ServerPool(tmp_path_factory.mktemp("references"))
+    """The servers whose answers are right by definition; some tests ask two kinds in turn."""
+    servers = ServerPool(tmp_path_factory.mktemp("references"), max_live=2)
     yield servers
     servers.stop_all()
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang as sgl
 from openai import OpenAI
 
+from harness.benchmark import bench_serving
 from harness.client import Request, generate
+from harness.frontend import CITIES, introduce, run_batch, run_streamed, tour
 from harness.reference import Reference
 from harness.server import Server, ServerPool
 
@@ -68,69 +66,26 @@ def test_openai_completion_with_logprobs(server: Server, reference: Reference) -
     assert got.logprobs.token_logprobs == pytest.approx(expected.logprobs.token_logprobs, abs=1e-3)
 
 
-@sgl.function
-def tour(s: Any, city: str) -> Any:
-    s += f"Q: Tell me about {city}.\nA:"
-    s += sgl.gen("intro", max_tokens=24, stop="\n")
-    forks = s.fork(3)
-    for fork, topic in zip(forks, ("food", "weather", "history"), strict=True):
-        fork += f"\nAbout its {topic}:"
-        fork += sgl.gen("detail", max_tokens=16, stop=["\n", "."])
-    s += "\nFood: " + forks[0]["detail"] + "\nFounded in the year "
-    s += sgl.gen("year", max_tokens=6, regex=r"[12][0-9]{3}")
-    s += "\nIs it large? " + sgl.select("large", choices=["yes", "no", "hard to say"])
-
-
 def test_frontend_program(server: Server, reference: Reference) -> None:
     """Red when a scoring request opens a sequence, or forks of one prefix disturb each other."""
 
-    def run(which: Server) -> list[dict[str, Any]]:
-        states = tour.run_batch(
-            [{"city": "Lisbon"}, {"city": "Oslo"}, {"city": "Cairo"}],
-            temperature=0,
-            backend=sgl.RuntimeEndpoint(which.url),
-            num_threads=3,
-        )
-        return [{"text": s.text(), **{k: s[k] for k in ("intro", "year", "large")}} for s in states]
-
-    got = run(server)
-    assert got == run(reference.server)
-    assert all(re.fullmatch(r"[12][0-9]{3}", state["year"]) for state in got)
-
-
-@sgl.function
-def introduce(s: Any, city: str) -> Any:
-    s += f"Q: Tell me about {city}.\nA:" + sgl.gen("intro", max_tokens=24, stop="\n")
-
-
-def test_frontend_program_streamed(server: Server, reference: Reference) -> None:
-    """Red when the pieces that a streaming program sees do not join to what it holds at the end."""
-
-    def run(which: Server) -> str:
-        backend = sgl.RuntimeEndpoint(which.url)
-        state = introduce.run(city="Lisbon", temperature=0, backend=backend, stream=True)
-        pieces = "".join(state.text_iter("intro"))
-        assert pieces == state["intro"]
-        return pieces
+    def run(which: Server) -> list[str]:
+        return [state.text() for state in run_batch(tour, which, CITIES[:3])]
 
     assert run(server) == run(reference.server)
 
 
+def test_frontend_program_streamed(server: Server, reference: Reference) -> None:
+    """Red when the pieces that a streaming program sees do not join to what it holds at the end."""
+    have, want = (run_streamed(introduce, one, CITIES[0]) for one in (server, reference.server))
+    assert have.text() == want.text()
+
+
 def test_stock_serving_benchmark(server: Server, tmp_path: Path, figures: dict[str, Any]) -> None:
     """Red when SGLang's own benchmark cannot run against the server or finds no accept length."""
-    result = tmp_path / "bench.jsonl"
-    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"]
-    command += ["--base-url", server.url, "--model", server.spec.model]
-    command += ["--dataset-name", "random-ids", "--num-prompts", "6", "--max-concurrency", "3"]
-    command += ["--random-input-len", "32", "--random-output-len", "24"]
-    command += ["--random-range-ratio", "1"]
-    command += ["--output-file", str(result)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    printed = re.search(r"Accept length:\s+([\d.]+)", run.stdout)
-    assert printed, run.stdout[-2000:]
-    figures["accept_length"] = float(printed[1])
-    assert float(printed[1]) > 3
+    accept_length, _ = bench_serving(server, tmp_path, num_prompts=6, num_tokens=24)
+    figures["accept_length"] = accept_length
+    assert accept_length > 3
 
 
 def test_request_errors_are_sglangs_own(server: Server, reference: Reference) -> None:

@@ -1,28 +1,21 @@
 """Every grammar backend: what takes tokens back speculates, others decode plainly; all are exact.
 
-xgrammar, the default, has its cases in test_features.py.
+xgrammar, the default, has its cases in field_cases/test_fr14_constrained.py.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from harness.client import Request, generate_all
+from harness.grammars import SCHEMA
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.server import ServerPool, ServerSpec
 
-SCHEMA = json.dumps(
-    {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 12}, "old": {"type": "boolean"}},
-        "required": ["city", "old"],
-    }
-)
 CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"json_schema": SCHEMA},
     {"regex": "( [a-z]+){6,9}"},

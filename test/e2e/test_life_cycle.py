@@ -12,28 +12,13 @@ import pytest
 
 from harness.checkpoints import KINDS, DrafterKind
 from harness.client import Request, generate_all, stream
+from harness.idle import drafter_status
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.server import Server, ServerPool
-from sglang_ssd.wire.messages import DrafterStatus, StatusRequest
-from sglang_ssd.wire.transport import TargetSocket
 
 MAX_IDLE_SHARE = 0.1
 """Of one core, all processes of a server together; SGLang's own threads wake up now and then."""
-
-
-def drafter_status(server: Server) -> DrafterStatus:
-    """What the drafter itself says, over a connection of our own."""
-    transport = TargetSocket(server.drafter_endpoint())
-    try:
-        for _ in range(50):
-            transport.send(StatusRequest())
-            for message, _ in transport.receive(0.2):
-                if isinstance(message, DrafterStatus):
-                    return message
-    finally:
-        transport.close()
-    raise AssertionError("the drafter does not answer a status request")
 
 
 @pytest.mark.parametrize("kind", KINDS)

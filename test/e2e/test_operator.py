@@ -6,7 +6,6 @@ custom_params={"ssd": false} decodes plainly. One server serves all tests of thi
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -20,19 +19,15 @@ import pytest
 import requests as http
 
 from harness.checkpoints import make_drafter
-from harness.client import Answer, Request, generate, generate_all, stream
-from harness.prompts import load_prompts, tokenizer_of
+from harness.client import Answer, Request, generate, generate_all, openai, openai_stream, stream
+from harness.idle import assert_drained
+from harness.prompts import load_prompts
 from harness.reference import Reference
 from harness.server import Server, ServerPool
 from servers import free_port
 
 OPT_OUT = {"custom_params": {"ssd": False}}
 LEASE_S = 2.0
-TEXTS = (
-    "Repeat: \U0001f600\U0001f680\U0001f389 \U0001f600\U0001f680\U0001f389 \U0001f600",
-    "\u91cd\u590d\uff1a\u4f60\u597d\u4e16\u754c\u3002\u4f60\u597d\u4e16\u754c\u3002\u4f60\u597d",
-    'She said: "It\u2019s \u201cfine\u201d", he said: "It\u2019s \u201cfine\u201d"',
-)
 TOOL = {
     "type": "function",
     "function": {
@@ -84,13 +79,6 @@ def assert_speculates(server: Server) -> None:
     answers = assert_as_plain(server, cases_of(server, 2))
     assert sum(answer.num_correct_drafts for answer in answers) > 0
     assert server.ssd()["hits"] > before["hits"]
-
-
-def assert_drained(server: Server) -> None:
-    deadline = time.monotonic() + 20
-    while server.ssd()["live_sequences"] and time.monotonic() < deadline:
-        time.sleep(0.3)
-    assert server.ssd()["live_sequences"] == 0
 
 
 def in_background(server: Server, case: Request) -> Any:
@@ -264,25 +252,13 @@ def test_sessions(server: Server) -> None:
 
 def chat(server: Server, *, streamed: bool, **body: Any) -> tuple[str, str, str]:
     """Content, reasoning and tool arguments, joined."""
-    full = {
-        "model": "any",
-        "temperature": 0,
-        "max_tokens": 48,
-        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
-        "stream": streamed,
-        **body,
-    }
-    answer = http.post(f"{server.url}/v1/chat/completions", json=full, timeout=300, stream=streamed)
-    assert answer.ok, answer.text
-    if not streamed:
-        parts = [answer.json()["choices"][0]["message"]]
+    question = {"role": "user", "content": "What is the weather in Paris?"}
+    full = {"max_tokens": 48, "messages": [question], **body}
+    if streamed:
+        chunks = openai_stream(server.url, "chat/completions", full)
+        parts = [chunk["delta"] for chunk in chunks]
     else:
-        lines = [line.removeprefix(b"data: ") for line in answer.iter_lines() if line]
-        parts = [
-            json.loads(line)["choices"][0]["delta"]
-            for line in lines
-            if line != b"[DONE]" and json.loads(line)["choices"]
-        ]
+        parts = [openai(server.url, "chat/completions", full)["choices"][0]["message"]]
     joined = ["", "", ""]
     for part in parts:
         joined[0] += part.get("content") or ""
@@ -327,30 +303,3 @@ def test_score(server: Server, reference: Reference) -> None:
         assert have == pytest.approx(want, abs=1e-4)
     assert server.ssd()["rounds"] == before
     assert server.ssd()["live_sequences"] == 0
-
-
-@pytest.mark.parametrize("stream_interval", [1, 3])
-@pytest.mark.parametrize("text", TEXTS, ids=["emoji", "cjk", "quotes"])
-def test_streams_join_to_the_whole_text(server: Server, text: str, stream_interval: int) -> None:
-    """Red when a character that spans tokens, or a word at a run's border, is cut or lost."""
-    params = {"max_new_tokens": 40, "stream_interval": stream_interval, "ignore_eos": True}
-    case = Request(tuple(tokenizer_of(server.spec.model).encode(text)), params)
-    (whole,) = assert_as_plain(server, [case])
-    streamed = stream(server.url, case)
-    assert streamed.answer.same_as(whole)
-    assert all(whole.text.startswith(part) for part in streamed.texts)
-    body = {"model": "any", "prompt": text, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
-    answer = http.post(
-        f"{server.url}/v1/completions",
-        json={**body, "stream": True, "stream_interval": stream_interval},
-        stream=True,
-        timeout=300,
-    )
-    deltas = [
-        json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
-        for line in answer.iter_lines()
-        if line.startswith(b"data: {")
-    ]
-    whole_text = post(server, "/v1/completions", body).json()["choices"][0]["text"]
-    assert "".join(deltas) == whole_text
-    assert all("\ufffd" not in delta for delta in deltas) or "\ufffd" in whole_text

@@ -19,11 +19,10 @@ from scipy import stats
 
 from harness.client import Request, generate_all
 from harness.draws import FILTERS
-from harness.prompts import tokenizer_of
+from harness.prompts import STORY, tokenizer_of
 from harness.reference import Reference
 from harness.size import Size
 
-PROMPT = "Once upon a time, in a village at the foot of a mountain, there lived a clockmaker who"
 NUM_POSITIONS = 6
 """K + 2 at K=4: the prefill's token, and all of a round."""
 MIN_P_VALUE = 1e-4
@@ -36,7 +35,7 @@ def test_draws_follow_the_targets_probabilities(
 ) -> None:
     """Red when noise is biased or reused, a filter is missing, or a temperature counts twice."""
     params = FILTERS[setting]
-    prompt = tokenizer_of(drafts_off.spec.model).encode(PROMPT)
+    prompt = tokenizer_of(drafts_off.spec.model).encode(STORY)
     cases = [
         Request(
             tuple(prompt),

@@ -21,13 +21,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from harness.client import Answer, Request, generate, generate_all, generate_copies
 from harness.draws import assert_same_draws
 from harness.processors import serialized
-from harness.prompts import tokenizer_of
+from harness.prompts import STORY, tokenizer_of
 from harness.reference import Reference, assert_same
 from harness.server import Server, ServerPool
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
 VERDICTS = ("speculates", "decodes plainly", "HTTP 400", "at start", "no influence")
-STORY = "Once upon a time, in a village at the foot of a mountain, there lived a clockmaker who"
 NUM_TOKENS = 30
 
 Fields = dict[str, Any]

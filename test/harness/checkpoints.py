@@ -30,6 +30,16 @@ NOISE_SCALE = 0.08
 DrafterKind = Literal["self", "random", "noisy"]
 KINDS: tuple[DrafterKind, ...] = ("self", "random", "noisy")
 
+Change = Literal["swapped", "family", "padded", "missing", "truncated"]
+"""swapped: ids 1500 and 1501 trade their tokens. family: fewer ids, and from 1000 on each has
+the next one's token. padded: NUM_PAD_ROWS more ids than tokens, which the head prefers to most
+others. missing, truncated: the weights."""
+
+FREQUENT_TOKENS = 260
+"""A byte-pair tokenizer's first merges follow its single bytes. Padding has twice their rows, so
+twice their logits."""
+NUM_PAD_ROWS = 64
+
 
 def find_target() -> Path | None:
     named = os.environ.get(MODEL_ENV)
@@ -50,10 +60,10 @@ def make_drafter(kind: DrafterKind, target: Path) -> Path:
     return _written_once(name, lambda path: _write_noisy(target, path))
 
 
-def make_broken(target: Path, change: Literal["vocabulary", "missing", "truncated"]) -> Path:
-    """A drafter that no server may accept."""
-    name = f"{target.name}-broken-{change}"
-    return _written_once(name, lambda path: _write_broken(target, path, change))
+def make_broken(drafter: Path, change: Change) -> Path:
+    """That drafter, changed so that no server may accept it unasked."""
+    name = f"{drafter.name}-broken-{change}"
+    return _written_once(name, lambda path: _write_broken(drafter, path, change))
 
 
 def make_short_context(target: Path, context: int) -> Path:
@@ -140,23 +150,44 @@ def _write_noisy(target: Path, path: Path) -> None:
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def _write_broken(target: Path, path: Path, change: str) -> None:
-    _copy_small(target, path)
-    weights = target / "model.safetensors"
-    if change == "vocabulary":
+def _write_broken(drafter: Path, path: Path, change: Change) -> None:
+    _copy_small(drafter, path)
+    weights = drafter / "model.safetensors"
+    if change == "swapped":
         shutil.copy(weights, path)
-        _swap_two_tokens(path / "tokenizer.json")
+        _change_ids(path / "tokenizer.json", {1500: 1501, 1501: 1500})
+    elif change == "family":
+        size = _write_vocabulary(weights, path, lambda table: table[:-NUM_PAD_ROWS].contiguous())
+        end = size + NUM_PAD_ROWS
+        _change_ids(path / "tokenizer.json", {1000: end - 1} | _one_less(1001, end))
+    elif change == "padded":
+        rows = slice(FREQUENT_TOKENS, FREQUENT_TOKENS + NUM_PAD_ROWS)
+        _write_vocabulary(weights, path, lambda table: torch.cat([table, 2 * table[rows]]))
     elif change == "truncated":
         with weights.open("rb") as source:
             (path / weights.name).write_bytes(source.read(1 << 20))
 
 
-def _swap_two_tokens(tokenizer: Path) -> None:
-    """Ids 1500 and 1501 trade their tokens."""
+def _write_vocabulary(
+    weights: Path, path: Path, change: Callable[[torch.Tensor], torch.Tensor]
+) -> int:
+    """Write weights with another embedding, which is the head as well; returns its rows."""
+    tensors = load_file(weights)
+    table = change(tensors["model.embed_tokens.weight"])
+    tensors["model.embed_tokens.weight"] = table
+    save_file(tensors, path / weights.name, metadata={"format": "pt"})
+    _change_config(path, vocab_size=len(table))
+    return len(table)
+
+
+def _one_less(start: int, end: int) -> dict[int, int]:
+    return {index: index - 1 for index in range(start, end)}
+
+
+def _change_ids(tokenizer: Path, new_ids: dict[int, int]) -> None:
     content = json.loads(tokenizer.read_text())
     vocab: dict[str, int] = content["model"]["vocab"]
-    first, second = (next(t for t, i in vocab.items() if i == wanted) for wanted in (1500, 1501))
-    vocab[first], vocab[second] = vocab[second], vocab[first]
+    content["model"]["vocab"] = {t: new_ids.get(index, index) for t, index in vocab.items()}
     tokenizer.write_text(json.dumps(content))
 
 

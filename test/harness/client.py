@@ -96,6 +96,24 @@ def stream(url: str, request: Request, *, on_chunk: Any = None) -> Stream:
     return Stream(answer=_answer(last), texts=texts, times=times)
 
 
+def openai(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The whole answer of an OpenAI endpoint, greedy unless the body says otherwise."""
+    full = {"model": "any", "temperature": 0, **body}
+    reply = requests.post(f"{url}/v1/{path}", json=full, timeout=TIMEOUT_S)
+    if reply.status_code != 200:
+        raise RuntimeError(f"/v1/{path} answered {reply.status_code}: {reply.text[:500]}")
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+def openai_stream(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The first choice of each chunk."""
+    full = {"model": "any", "temperature": 0, "stream": True, **body}
+    with requests.post(f"{url}/v1/{path}", json=full, stream=True, timeout=TIMEOUT_S) as reply:
+        reply.raise_for_status()
+        return [chunk["choices"][0] for chunk in _events(reply) if chunk["choices"]]
+
+
 def start_and_leave(url: str, request: Request, *, after_s: float) -> None:
     """Be a client that goes away: open a stream, wait, close the connection."""
     with requests.post(

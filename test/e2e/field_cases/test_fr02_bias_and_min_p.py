@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
-import pytest
-
-from harness.checkpoints import KINDS, DrafterKind
+from harness.checkpoints import DrafterKind
 from harness.client import Request, generate_all
 from harness.draws import assert_same_draws, seeded
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.server import ServerPool
+from harness.server import Server
 
 NUM_TOKENS = 48
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fr_02(kind: DrafterKind, pool: ServerPool, reference: Reference, spec_for: Any) -> None:
+def test_fr_02(kind: DrafterKind, server: Server, reference: Reference) -> None:
     """Red when the bias acts on some rows of a verify only, or on a neighbour."""
-    server = pool.get(spec_for(kind))
     prompts = load_prompts(server.spec.model, 8)
     free = [Request(prompt.input_ids, {"max_new_tokens": NUM_TOKENS}) for prompt in prompts]
     used = Counter(token for answer in reference.answers(free) for token in answer.output_ids)
@@ -38,12 +33,8 @@ def test_fr_02(kind: DrafterKind, pool: ServerPool, reference: Reference, spec_f
         assert all(answer.num_correct_drafts > 0 for answer in answers[::2])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fr_02_sampled(
-    kind: DrafterKind, pool: ServerPool, drafts_off: Reference, spec_for: Any
-) -> None:
+def test_fr_02_sampled(server: Server, drafts_off: Reference) -> None:
     """Red when min-p, or a bias above temperature 0, acts on some rows of a verify only."""
-    server = pool.get(spec_for(kind))
     sampled = seeded(server.spec.model, 8, {"temperature": 1.5, "min_p": 0.3})
     bias = {"28": -100.0, "30": -100.0, "260": 2.0}
     sampled += seeded(server.spec.model, 8, {"temperature": 1.5, "logit_bias": bias})

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from harness.checkpoints import KINDS, DrafterKind
-from harness.client import Request, generate_all
+from harness.checkpoints import DrafterKind
+from harness.client import Answer, Request, generate_all
 from harness.draws import assert_same_draws, seeded
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.server import ServerPool
+from harness.server import Server
 
 NUM_TOKENS = 64
 PENALTIES: dict[str, list[dict[str, Any]]] = {
@@ -26,46 +24,47 @@ PENALTIES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_fr_03(
-    kind: DrafterKind,
-    pool: ServerPool,
-    reference: Reference,
-    spec_for: Any,
-    figures: dict[str, Any],
+    kind: DrafterKind, serial_server: Server, reference: Reference, figures: dict[str, Any]
 ) -> None:
     """Red when a row repeats another's penalty, an accepted run is counted in part, or a neighbour
     is penalised too.
 
-    Four lengths and values in a batch; the reference runs without overlap, under which SGLang's own
+    Four lengths and values in a batch. Neither server has overlap, under which SGLang's own
     penalties lag one token.
     """
-    server = pool.get(spec_for(kind))
-    prompts = load_prompts(server.spec.model, 8)
     for name, values in PENALTIES.items():
-        cases = [
-            Request(
-                prompt.input_ids,
-                {"max_new_tokens": NUM_TOKENS - 5 * index}
-                | (values[index % len(values)] if index % 4 != 3 else {}),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-        answers = generate_all(server.url, cases, concurrency=4)
-        assert_same(reference, cases, answers)
-        penalised = [answer for index, answer in enumerate(answers) if index % 4 != 3]
-        num_correct = sum(answer.num_correct_drafts for answer in penalised)
-        num_tokens = sum(len(answer.output_ids) for answer in penalised)
+        answers = assert_penalised_alike(serial_server, reference, values)
+        num_correct = sum(answer.num_correct_drafts for answer in answers)
+        num_tokens = sum(len(answer.output_ids) for answer in answers)
         figures.update({f"{name} correct drafts": num_correct, f"{name} tokens": num_tokens})
         assert kind != "self" or num_correct > num_tokens / 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fr_03_sampled(
-    kind: DrafterKind, pool: ServerPool, drafts_off: Reference, spec_for: Any
-) -> None:
-    """Red when a draw depends on the drafts through a penalty."""
-    server = pool.get(spec_for(kind))
+def test_fr_03_with_overlap(server: Server, reference: Reference) -> None:
+    """Red when our penalties lag under overlap as SGLang's do."""
+    assert_penalised_alike(server, reference, PENALTIES["mixed"])
+
+
+def assert_penalised_alike(
+    server: Server, reference: Reference, values: list[dict[str, Any]]
+) -> list[Answer]:
+    """The penalised answers; every fourth request is a plain one."""
+    cases = [
+        Request(
+            prompt.input_ids,
+            {"max_new_tokens": NUM_TOKENS - 5 * index}
+            | (values[index % len(values)] if index % 4 != 3 else {}),
+        )
+        for index, prompt in enumerate(load_prompts(server.spec.model, 8))
+    ]
+    answers = generate_all(server.url, cases, concurrency=4)
+    assert_same(reference, cases, answers)
+    return [answer for index, answer in enumerate(answers) if index % 4 != 3]
+
+
+def test_fr_03_sampled(server: Server, drafts_off: Reference) -> None:
+    """Red when a draw depends on the drafts through a penalty. Both servers have overlap."""
     sampled = [
         case
         for value in (PENALTIES["frequency"][2], PENALTIES["repetition"][1], PENALTIES["mixed"][0])

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
-from harness.checkpoints import KINDS, DrafterKind
+from harness.checkpoints import DrafterKind
 from harness.client import Request, generate_all
-from harness.prompts import load_prompts
+from harness.prompts import CHAT, load_prompts
 from harness.reference import Reference, assert_same
-from harness.server import ServerPool
+from harness.server import Server
 
 STOP_AT = 5
-CHAT = "<|im_start|>user\nSay yes or no: is water wet?<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fr_04(kind: DrafterKind, pool: ServerPool, reference: Reference, spec_for: Any) -> None:
+def test_fr_04(kind: DrafterKind, server: Server, reference: Reference) -> None:
     """Red when the mask is one row too long or too short, or rounds are counted for tokens."""
-    server = pool.get(spec_for(kind))
     prompts = load_prompts(server.spec.model, 3)
     cases = []
     for prompt in prompts:

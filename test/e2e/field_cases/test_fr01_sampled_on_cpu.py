@@ -1,0 +1,44 @@
+"""FR-01: above temperature 0 every position is drawn, on a CPU as elsewhere."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from harness.checkpoints import DrafterKind
+from harness.client import Request, generate_all, openai
+from harness.draws import assert_same_draws, seeded
+from harness.prompts import STORY, encode
+from harness.reference import Reference
+from harness.rounds import assert_drafted
+from harness.server import Server
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0, "top_k": 8},
+    {"temperature": 1.0, "top_p": 0.95},
+    {"temperature": 0.4},
+)
+
+
+def test_fr_01(kind: DrafterKind, server: Server, drafts_off: Reference) -> None:
+    """Red when a verify takes the most likely token on a CPU, or a draw depends on the drafts.
+
+    That the draws without drafts follow the target's probabilities is test_sampling_law.py.
+    """
+    cases = [case for params in SETTINGS for case in seeded(server.spec.model, 6, params)]
+    answers = generate_all(server.url, cases, concurrency=6)
+    assert_same_draws(drafts_off, cases, answers)
+    assert_drafted(kind, answers)
+
+
+def test_fr_01_without_a_seed(server: Server) -> None:
+    """Red when only the prefill's token is drawn and the rest follows from it."""
+    params = {"temperature": 1.0, "top_k": 4, "max_new_tokens": 6}
+    case = Request(encode(server.spec.model, STORY), params)
+    after_first = defaultdict(set)
+    for answer in generate_all(server.url, [case] * 16, concurrency=8):
+        after_first[answer.output_ids[0]].add(tuple(answer.output_ids[1:]))
+    assert max(len(rest) for rest in after_first.values()) > 1
+    body = {"prompt": STORY, "max_tokens": 6, "temperature": 1.0}
+    texts = {openai(server.url, "completions", body)["choices"][0]["text"] for _ in range(6)}
+    assert len(texts) > 1

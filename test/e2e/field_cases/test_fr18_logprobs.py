@@ -1,0 +1,94 @@
+"""FR-18: every output token has the logprobs that the target gives it after the same prefix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from harness.checkpoints import DrafterKind
+from harness.client import Answer, Request, generate_all, openai, stream
+from harness.draws import seeded
+from harness.prompts import STORY, encode
+from harness.reference import Reference, assert_same
+from harness.rounds import assert_drafted
+from harness.server import Server
+
+MAX_DIFFERENCE = 1e-3
+"""Between a forward of one row and of several, in float32."""
+KEYS = ("input_token_logprobs", "output_token_logprobs")
+RANKED_KEYS = ("output_top_logprobs", "output_token_ids_logprobs", "input_top_logprobs")
+ALL: dict[str, Any] = {
+    "return_logprob": True,
+    "top_logprobs_num": 3,
+    "token_ids_logprob": [11, 42, 300],
+}
+
+
+def assert_same_logprobs(want: Answer, have: Answer) -> None:
+    for key in KEYS:
+        assert_close(want.meta_info.get(key), have.meta_info.get(key))
+    for key in RANKED_KEYS:
+        expected, got = want.meta_info.get(key) or [], have.meta_info.get(key) or []
+        assert len(expected) == len(got), key
+        for a, b in zip(expected, got, strict=True):
+            assert_close(a, b)
+
+
+def assert_close(expected: list[Any] | None, got: list[Any] | None) -> None:
+    """Lists of (logprob, token, text) with equal tokens."""
+    assert (expected is None) == (got is None)
+    for a, b in zip(expected or [], got or [], strict=True):
+        assert a[1] == b[1]
+        assert a[0] == b[0] or abs(a[0] - b[0]) < MAX_DIFFERENCE
+
+
+def test_fr_18(kind: DrafterKind, server: Server, reference: Reference) -> None:
+    """Red when a run's tokens get the logprobs of another row, or none, or too many, or a
+    neighbour that did not ask gets them."""
+    story = encode(server.spec.model, STORY)
+    (free,) = reference.answers([Request(story, {"max_new_tokens": 20})])
+    stop = {"stop_token_ids": [free.output_ids[7]]}
+    bias = {"logit_bias": {str(free.output_ids[2]): -5.0}}
+    cases = [
+        Request(story, {"max_new_tokens": 20}, ALL),
+        Request(story, {"max_new_tokens": 20}),
+        Request(story[:-2], {"max_new_tokens": 20}, {**ALL, "logprob_start_len": 0}),
+        Request(story, {"max_new_tokens": 20, **stop}, ALL),
+        Request(story, {"max_new_tokens": 20, **bias}, ALL),
+    ]
+    answers = generate_all(server.url, cases, concurrency=5)
+    assert_same(reference, cases, answers)
+    assert_drafted(kind, answers)
+    for want, have in zip(reference.answers(cases), answers, strict=True):
+        assert_same_logprobs(want, have)
+    assert len(answers[0].meta_info["output_token_logprobs"]) == 20
+    assert "output_token_logprobs" not in answers[1].meta_info
+    streamed = stream(server.url, cases[3]).answer
+    assert_same_logprobs(reference.answers([cases[3]])[0], streamed)
+
+
+def test_fr_18_sampled(kind: DrafterKind, server: Server, drafts_off: Reference) -> None:
+    """Red when the logprobs of drawn tokens are of the filtered distribution, or of another row."""
+    cases = [
+        msgspec.structs.replace(case, options=ALL)
+        for case in seeded(server.spec.model, 4, {"temperature": 0.7, "top_p": 0.9})
+    ]
+    answers = generate_all(server.url, cases)
+    for want, have in zip(drafts_off.answers(cases), answers, strict=True):
+        assert have.output_ids == want.output_ids
+        assert_same_logprobs(want, have)
+    assert_drafted(kind, answers)
+
+
+def test_fr_18_openai(server: Server, reference: Reference) -> None:
+    """Red when `logprobs: 0` gives none, or an answer's tokens and logprobs differ in number."""
+    for num_ranked in (0, 2):
+        body = {"prompt": STORY, "max_tokens": 16, "logprobs": num_ranked}
+        want, have = (
+            openai(one.url, "completions", body)["choices"][0]["logprobs"]
+            for one in (reference.server, server)
+        )
+        assert have["tokens"] == want["tokens"]
+        pairs = zip(have["token_logprobs"], want["token_logprobs"], strict=True)
+        assert all(abs(a - b) < MAX_DIFFERENCE for a, b in pairs)

@@ -1,0 +1,62 @@
+"""FR-30: health does not depend on the drafter, whose state is told apart."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import requests as http
+
+from harness.client import Request, generate
+from harness.drafter_faults import (
+    assert_drafts_again,
+    assert_serves_on,
+    long_requests,
+    status,
+    wait_until_ready,
+)
+from harness.metrics import samples
+from harness.prompts import ids_of_length
+from harness.reference import Reference, assert_same
+from harness.server import Server
+
+METRICS_LIMIT_S = 10.0
+
+
+def test_fr_30(struck_server: Server, reference: Reference) -> None:
+    """Red when a health check waits for a stopped drafter or a long prefill, or a server whose
+    drafter is stopped looks as if it drafted, or numbers divide by what no round gave."""
+    server = struck_server
+    drafter = server.drafter_process()
+    drafter.send_signal(signal.SIGSTOP)
+    try:
+        case = long_requests(server)[0]
+        assert_same(reference, [case], [generate(server.url, case)])
+        answers = assert_serves_on(server, reference)
+        assert [answer.meta_info["spec_accept_rate"] for answer in answers] == [0] * 4
+        assert all(1 <= answer.meta_info["spec_accept_length"] < 1.1 for answer in answers)
+        assert status(server)["state"] == "degraded"
+        assert server.ssd()["degraded"]
+        assert_metric_shows(server, 1.0)
+        prompt = ids_of_length(server.spec.model, 1500)
+        with ThreadPoolExecutor(1) as clients:
+            prefilling = clients.submit(
+                generate, server.url, Request(prompt, {"max_new_tokens": 2})
+            )
+            time.sleep(0.2)
+            assert http.get(f"{server.url}/health", timeout=10).status_code == 200
+            assert len(prefilling.result().output_ids) == 2
+    finally:
+        drafter.send_signal(signal.SIGCONT)
+    wait_until_ready(server)
+    assert_drafts_again(server, reference)
+    assert_metric_shows(server, 0.0)
+
+
+def assert_metric_shows(server: Server, degraded: float) -> None:
+    """Soon: metrics are brought up to date once a second."""
+    deadline = time.monotonic() + METRICS_LIMIT_S
+    while set(samples(server, "ssd_degraded").values()) != {degraded}:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)

@@ -1,0 +1,95 @@
+"""FR-34: what is told of acceptance is true, adds up and agrees wherever it is told."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests as http
+
+from harness.benchmark import bench_serving
+from harness.checkpoints import DrafterKind
+from harness.client import Answer, Request, generate_all, openai
+from harness.metrics import samples
+from harness.prompts import STORY, load_prompts
+from harness.server import Server
+
+NUM_STEPS = 4
+NUM_TOKENS = 41
+"""The prefill's token and eight full rounds."""
+BOUNDS: dict[DrafterKind, tuple[float, float]] = {
+    "self": (0.6, 1.0),
+    "random": (0.0, 0.1),
+    "noisy": (0.1, 0.9),
+}
+"""Of the accept rate; its first rounds may find the drafter still reading the prompt."""
+
+
+def assert_adds_up(meta: dict[str, Any]) -> None:
+    rounds, correct = meta["spec_verify_ct"], meta["spec_num_correct_drafts"]
+    histogram = meta["spec_correct_drafts_histogram"]
+    assert meta["spec_accept_length"] == pytest.approx(meta["completion_tokens"] / rounds)
+    assert meta["spec_num_proposed_drafts"] == rounds * NUM_STEPS
+    assert meta["spec_accept_rate"] == pytest.approx(correct / (rounds * NUM_STEPS))
+    assert meta["spec_accept_rate"] <= 1
+    assert sum(histogram) == rounds
+    assert sum(k * count for k, count in enumerate(histogram)) == correct
+    # The prefill's token, then k + 1 a round; the last round may be cut by the length.
+    assert 0 <= 1 + rounds + correct - meta["completion_tokens"] <= NUM_STEPS
+
+
+def rate_of(answers: list[Answer]) -> float:
+    proposed = sum(answer.meta_info["spec_num_proposed_drafts"] for answer in answers)
+    return sum(answer.num_correct_drafts for answer in answers) / proposed
+
+
+def test_fr_34(kind: DrafterKind, server: Server, figures: dict[str, Any]) -> None:
+    """Red when the accept lengths that SGLang is told are not those of the rounds, or a number is
+    of another kind of drafter than the one that serves."""
+    prompts = load_prompts(server.spec.model, 20)
+    params = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    cases = [Request(prompt.input_ids, params) for prompt in prompts]
+    answers = generate_all(server.url, cases)
+    for answer in answers:
+        assert_adds_up(answer.meta_info)
+    low, high = BOUNDS[kind]
+    figures["accept_rate"] = rate_of(answers)
+    assert low <= rate_of(answers) <= high
+    state = server.ssd()
+    assert state["hits"] + state["misses"] + sum(state["plain_decode"].values()) == state["rows"]
+    for told in (gauge_of(server), logged_by(server), averaged_by(server)):
+        assert 1 + NUM_STEPS * low / 2 <= told <= 1 + NUM_STEPS * min(1, high + 0.1)
+
+
+def gauge_of(server: Server) -> float:
+    """SGLang's gauge; it and the log line are of the last interval."""
+    return max(samples(server, "spec_accept_length").values())
+
+
+def logged_by(server: Server) -> float:
+    return float(re.findall(r"Decode batch.*accept len: ([\d.]+)", server.log_text())[-1])
+
+
+def averaged_by(server: Server) -> float:
+    info = http.get(f"{server.url}/server_info", timeout=30).json()["internal_states"][0]
+    return float(info["avg_spec_accept_length"])
+
+
+def test_fr_34_openai(server: Server) -> None:
+    """Red when the OpenAI answer has no numbers, or others."""
+    body = {"prompt": STORY, "max_tokens": NUM_TOKENS, "return_spec_tokens_details": True}
+    answer = openai(server.url, "completions", body)
+    details = answer["sglext"]["spec_tokens_details"]
+    assert_adds_up({**details, "completion_tokens": answer["usage"]["completion_tokens"]})
+
+
+def test_fr_34_benchmark(server: Server, tmp_path: Path, figures: dict[str, Any]) -> None:
+    """Red when SGLang's own benchmark finds no accept length, or a chunk's time for a token's."""
+    accept_length, found = bench_serving(server, tmp_path, num_prompts=8, num_tokens=32)
+    figures["accept_length"] = accept_length
+    assert 1 <= accept_length <= NUM_STEPS + 1
+    assert found["total_output_tokens"] == 8 * 32
+    decoding_ms = found["mean_e2e_latency_ms"] - found["mean_ttft_ms"]
+    assert found["mean_itl_ms"] * 31 == pytest.approx(decoding_ms, rel=0.15)

@@ -1,0 +1,129 @@
+"""Blows to a server's drafter, and what must hold meanwhile and afterwards."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import requests
+
+from harness.client import Answer, Request, generate_all, stream
+from harness.prompts import load_prompts
+from harness.reference import Reference, assert_same
+from harness.rounds import RoundCounter
+from harness.server import Server, ServerPool, ServerSpec, all_settings
+
+NUM_TOKENS = 60
+TOLD = "affected requests decode plainly meanwhile"
+
+
+def long_requests(server: Server, num: int = 2) -> list[Request]:
+    prompts = load_prompts(server.spec.model, 8)
+    chosen = [prompts[1], prompts[3], prompts[0], prompts[6]][:num]
+    params = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    return [Request(prompt.input_ids, params) for prompt in chosen]
+
+
+def status(server: Server) -> dict[str, Any]:
+    overview: dict[str, Any] = requests.get(f"{server.url}/ssd/status", timeout=30).json()
+    return overview
+
+
+def wait_until_ready(server: Server, limit_s: float = 300.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while (state := status(server))["state"] != "ready":
+        assert time.monotonic() < deadline, state
+        time.sleep(0.2)
+
+
+def reload(server: Server, **body: str) -> requests.Response:
+    return requests.post(f"{server.url}/ssd/reload_drafter", json=body, timeout=600)
+
+
+def strike_in_mid_stream(
+    server: Server, reference: Reference, blow: signal.Signals
+) -> dict[str, Any]:
+    """Strike the drafter under two streams, see the server serve on and the drafts come back.
+
+    Returns figures.
+    """
+    cases = long_requests(server)
+    step = stream(server.url, cases[0]).longest_gap  # what one step may take here and now
+    deadline_s = all_settings(server.spec)["reply_deadline_ms"] / 1000
+    before, drafter = status(server)["replicas"][0], server.drafter_process()
+    told, start = server.log_text().count(TOLD), time.monotonic()
+
+    def strike(num_chunks: int) -> None:
+        if num_chunks == 4:
+            drafter.send_signal(blow)
+
+    with ThreadPoolExecutor(2) as clients:
+        other = clients.submit(stream, server.url, cases[1])
+        struck = stream(server.url, cases[0], on_chunk=strike)
+        streams = [struck, other.result()]
+    assert_same(reference, cases, [one.answer for one in streams])
+    gap = max(one.longest_gap for one in streams)
+    # A step is slower beside the other stream; a second wait would add the deadline again.
+    assert gap <= deadline_s + 2 * step + 0.1
+    assert_serves_on(server, reference)
+    minutes = (time.monotonic() - start) / 60
+    assert TOLD in server.log_text()
+    assert server.log_text().count(TOLD) - told <= 1 + minutes, "once, and again if it lasts"
+    if blow is signal.SIGSTOP:
+        assert status(server)["state"] == "degraded"
+        drafter.send_signal(signal.SIGCONT)
+    wait_until_ready(server)
+    after = status(server)["replicas"][0]
+    assert after["restarts"] - before["restarts"] == (blow is signal.SIGKILL)
+    assert (after["drafter_pid"] == drafter.pid) == (blow is signal.SIGSTOP)
+    assert_drafts_again(server, reference)
+    return {
+        "longest_gap_s": round(gap, 3),
+        "step_s": round(step, 3),
+        "deadline_s": deadline_s,
+    }
+
+
+def assert_serves_on(server: Server, reference: Reference) -> list[Answer]:
+    """Health does not depend on the drafter, idle or under load, nor does any answer."""
+    for path in ("health", "health_generate"):
+        start = time.monotonic()
+        assert requests.get(f"{server.url}/{path}", timeout=10).status_code == 200
+        assert time.monotonic() - start < 2
+    cases = long_requests(server, 4)
+    with ThreadPoolExecutor(1) as clients:
+        under_load = clients.submit(generate_all, server.url, cases)
+        time.sleep(0.3)
+        assert requests.get(f"{server.url}/health", timeout=10).status_code == 200
+        answers = under_load.result()
+    assert_same(reference, cases, answers)
+    return answers
+
+
+def assert_drafts_again(server: Server, reference: Reference) -> None:
+    """Within some batches; how soon depends on what else the machine does."""
+    cases = long_requests(server, 4)
+    for _ in range(10):
+        counter = RoundCounter(server)
+        assert_same(reference, cases, generate_all(server.url, cases))
+        if counter.since().on_time_rate > 0.9:
+            break
+    else:
+        raise AssertionError(f"still without drafts: {counter.since()}")
+    assert not server.ssd()["degraded"]
+
+
+def assert_ends_at_start(pool: ServerPool, spec: ServerSpec, *says: str) -> None:
+    """The server does not come up, and its log has every one of those texts."""
+    server = pool.start(spec)
+    try:
+        assert server.wait(limit_s=240) != 0
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"still starting:\n{server.log_tail()}") from error
+    finally:
+        server.stop(signal.SIGKILL)
+    for text in says:
+        assert text in server.log_text(), server.log_tail()

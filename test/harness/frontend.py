@@ -1,0 +1,74 @@
+"""Programs of SGLang's frontend language, and what two servers make of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sglang as sgl
+from sglang.lang.choices import unconditional_likelihood_normalized
+
+from harness.server import Server
+
+CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Paris", "Quito", "Delhi", "Rome")
+METHODS = {
+    "by length": sgl.token_length_normalized,
+    "by token": sgl.greedy_token_selection,
+}
+
+
+@sgl.function
+def tour(s: Any, city: str) -> Any:
+    """Forks of an empty and of a filled state, every kind of stop, a regex, both ways to choose."""
+    for fork, word in zip(s.fork(2), ("Hello", "Dear"), strict=True):
+        fork += f"{word} {city}," + sgl.gen("greeting", max_tokens=6)
+    s += f"Q: Tell me about {city}.\nA:" + sgl.gen("intro", max_tokens=24, stop="\n")
+    forks = s.fork(3)
+    for fork, topic in zip(forks, ("food", "weather", "history"), strict=True):
+        fork += f"\nAbout its {topic}:"
+        fork += sgl.gen("detail", max_tokens=16, stop=["\n", "."])
+    s += "\nFood: " + forks[0]["detail"] + "\nFounded in the year "
+    s += sgl.gen("year", max_tokens=6, regex=r"[12][0-9]{3}")
+    s += "\nIn short:" + sgl.gen("short", max_tokens=16, stop_regex=r"[.,!?]")
+    for name, method in METHODS.items():
+        choices = [" YES", " NO", " HARD TO SAY"]
+        s += "\nIs it large?" + sgl.select(name, choices=choices, choices_method=method)
+
+
+@sgl.function
+def introduce(s: Any, city: str) -> Any:
+    s += f"Q: Tell me about {city}.\nA:" + sgl.gen("intro", max_tokens=24, stop="\n")
+
+
+@sgl.function
+def choose(s: Any, city: str) -> Any:
+    """Scoring alone: no request of it has a token to decode."""
+    s += f"{city} lies in" + sgl.select("where", choices=[" Europe", " Africa", " the sea"])
+
+
+@sgl.function
+def choose_unconditionally(s: Any, city: str) -> Any:
+    s += f"{city} lies in"
+    s += sgl.select(
+        "where",
+        choices=[" Europe", " Africa"],
+        choices_method=unconditional_likelihood_normalized,
+    )
+
+
+def run_batch(program: Any, server: Server, cities: tuple[str, ...]) -> list[Any]:
+    """The final states."""
+    states: list[Any] = program.run_batch(
+        [{"city": city} for city in cities],
+        temperature=0,
+        backend=sgl.RuntimeEndpoint(server.url),
+        num_threads=3,
+    )
+    return states
+
+
+def run_streamed(program: Any, server: Server, city: str) -> Any:
+    """The final state, once the pieces of its intro have been seen to join to it."""
+    backend = sgl.RuntimeEndpoint(server.url)
+    state = program.run(city=city, temperature=0, backend=backend, stream=True)
+    assert "".join(state.text_iter("intro")) == state["intro"]
+    return state
