@@ -13,12 +13,13 @@ CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Paris", "Quito", "Delhi", "Rome")
 METHODS = {
     "by length": sgl.token_length_normalized,
     "by token": sgl.greedy_token_selection,
+    "unconditional": unconditional_likelihood_normalized,
 }
 
 
 @sgl.function
 def tour(s: Any, city: str) -> Any:
-    """Forks of an empty and of a filled state, every kind of stop, a regex, both ways to choose."""
+    """Forks of an empty and of a filled state, every kind of stop, a regex, a choice."""
     for fork, word in zip(s.fork(2), ("Hello", "Dear"), strict=True):
         fork += f"{word} {city}," + sgl.gen("greeting", max_tokens=6)
     s += f"Q: Tell me about {city}.\nA:" + sgl.gen("intro", max_tokens=24, stop="\n")
@@ -29,9 +30,7 @@ def tour(s: Any, city: str) -> Any:
     s += "\nFood: " + forks[0]["detail"] + "\nFounded in the year "
     s += sgl.gen("year", max_tokens=6, regex=r"[12][0-9]{3}")
     s += "\nIn short:" + sgl.gen("short", max_tokens=16, stop_regex=r"[.,!?]")
-    for name, method in METHODS.items():
-        choices = [" YES", " NO", " HARD TO SAY"]
-        s += "\nIs it large?" + sgl.select(name, choices=choices, choices_method=method)
+    s += "\nIs it large?" + sgl.select("large", choices=[" YES", " NO", " HARD TO SAY"])
 
 
 @sgl.function
@@ -40,25 +39,16 @@ def introduce(s: Any, city: str) -> Any:
 
 
 @sgl.function
-def choose(s: Any, city: str) -> Any:
+def choose(s: Any, city: str, method: str) -> Any:
     """Scoring alone: no request of it has a token to decode."""
-    s += f"{city} lies in" + sgl.select("where", choices=[" Europe", " Africa", " the sea"])
+    choices = [" Europe", " Africa", " the sea"]
+    s += f"{city} lies in" + sgl.select("where", choices=choices, choices_method=METHODS[method])
 
 
-@sgl.function
-def choose_unconditionally(s: Any, city: str) -> Any:
-    s += f"{city} lies in"
-    s += sgl.select(
-        "where",
-        choices=[" Europe", " Africa"],
-        choices_method=unconditional_likelihood_normalized,
-    )
-
-
-def run_batch(program: Any, server: Server, cities: tuple[str, ...]) -> list[Any]:
+def run_batch(program: Any, server: Server, cities: tuple[str, ...], **given: Any) -> list[Any]:
     """The final states."""
     states: list[Any] = program.run_batch(
-        [{"city": city} for city in cities],
+        [{"city": city, **given} for city in cities],
         temperature=0,
         backend=sgl.RuntimeEndpoint(server.url),
         num_threads=3,

@@ -21,12 +21,16 @@ OF_BUILTINS = {"get_platform_worker_cls"}
 OURS = {
     "speculative_algorithm",
     "speculative_draft_model_path",
+    "speculative_draft_model_revision",
     "speculative_num_steps",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
 }
-ASKED_FOR = {"chunked_prefill_size", "disable_overlap_schedule", "enable_metrics"}
-OF_EACH_SERVER = {"port", "nccl_port"}
+ASKED_FOR = {
+    *("chunked_prefill_size", "disable_overlap_schedule", "enable_metrics"),
+    "cuda_graph_config",  # its sizes follow the chunk and the rows of a verify
+}
+OF_EACH_SERVER = {"port", "nccl_port", "launch_command", "startup_time"}
 
 
 def called_on_algorithms() -> set[str]:
