@@ -23,8 +23,8 @@ from servers import free_port
 ROOT = Path(__file__).parents[2]
 SIZES = " --context-length 2048 --max-total-tokens 4096"
 READY_S = 900.0
-ELSEWHERE = "python test/faults/chaos.py"
-"""A command that takes long by nature: test_chaos.py runs it."""
+ELSEWHERE = ("python test/faults/chaos.py", "python test/faults/soak.py")
+"""Commands that take long by nature: test_chaos.py and test_soak.py run them."""
 
 
 def commands_of(page: str) -> list[str]:
@@ -134,4 +134,6 @@ def test_the_commands_run(page: str, target: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_run_elsewhere_is_run() -> None:
-    assert "chaos" in (Path(__file__).parent / "test_chaos.py").read_text()
+    for command in ELSEWHERE:
+        name = Path(command).stem
+        assert f"{name}.run(" in (Path(__file__).parent / f"test_{name}.py").read_text()
