@@ -173,6 +173,6 @@ def free_port() -> int:
     """One below those that the system gives to connections: still free when SGLang binds it."""
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+            probe.bind((HOST, port))
             return port
     raise RuntimeError("no free port in 20000..29999")

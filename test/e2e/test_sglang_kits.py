@@ -57,7 +57,6 @@ LEFT_OUT = {
 FLAGS = (
     "--enable-return-hidden-states",
     "--enable-streaming-session",
-    *("--context-length", "2048"),
     *("--chunked-prefill-size", "1024"),
 )
 SMALLER = {

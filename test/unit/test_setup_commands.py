@@ -157,7 +157,7 @@ def test_an_interrupted_model_is_made_again_and_a_whole_one_is_kept(
 
 
 def test_rotary_halves_are_stacked_per_head() -> None:
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs torch, which sglang brings")
     # Rows of two heads of size 4 as the file has them: (first half, second half) in turn.
     interleaved = torch.tensor([[0], [2], [1], [3], [10], [12], [11], [13]])
     stacked = demo_model._split_rotary_halves(interleaved, 2)

@@ -9,6 +9,7 @@ are observed as they happen.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -164,23 +165,20 @@ class MetricsExporter:
         import prometheus_client
 
         registry = registry or prometheus_client.REGISTRY
-        kinds: dict[str, tuple[Any, dict[str, Any]]] = {
-            "counter": (prometheus_client.Counter, {}),
-            "gauge": (prometheus_client.Gauge, {"multiprocess_mode": "mostrecent"}),
-            "histogram": (prometheus_client.Histogram, {}),
+        kinds: dict[str, Any] = {
+            "counter": prometheus_client.Counter,
+            "gauge": partial(prometheus_client.Gauge, multiprocess_mode="mostrecent"),
+            "histogram": prometheus_client.Histogram,
         }
         self._labels = labels
         self._metrics: dict[str, Any] = {}
-        self._own_labels = {metric.name: metric.label for metric in METRICS}
-        self._kinds = {metric.name: metric.kind for metric in METRICS}
+        self._declared = {metric.name: metric for metric in METRICS}
         self._children: dict[tuple[str, str], Any] = {}
         self._exported: dict[tuple[str, str], float] = {}
         for metric in METRICS:
-            make, options = kinds[metric.kind]
-            if metric.kind == "histogram":
-                options = {"buckets": metric.buckets}
+            options = {"buckets": metric.buckets} if metric.kind == "histogram" else {}
             names = [*labels, *([metric.label] if metric.label else [])]
-            self._metrics[metric.name] = make(
+            self._metrics[metric.name] = kinds[metric.kind](
                 PREFIX + metric.name, metric.text, labelnames=names, registry=registry, **options
             )
         self._round, self._verify, self._wait = (
@@ -204,9 +202,10 @@ class MetricsExporter:
                 self._move(name, key, number, new)
 
     def _move(self, name: str, key: str, number: float, new: float) -> None:
-        if self._kinds[name] == "gauge":
+        kind = self._declared[name].kind
+        if kind == "gauge":
             self._child(name, key).set(number)
-        elif self._kinds[name] == "counter":
+        elif kind == "counter":
             self._child(name, key).inc(new)
         else:
             for _ in range(int(new)):
@@ -215,7 +214,7 @@ class MetricsExporter:
     def _child(self, name: str, label_value: str) -> Any:
         key = (name, label_value)
         if key not in self._children:
-            own_label = self._own_labels[name]
+            own_label = self._declared[name].label
             labels = self._labels if own_label is None else {**self._labels, own_label: label_value}
             self._children[key] = self._metrics[name].labels(**labels)
         return self._children[key]
