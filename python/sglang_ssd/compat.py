@@ -33,6 +33,7 @@ HOOKED: dict[str, tuple[str, ...]] = {
         "token_type_ids",
     ),
     "sglang.srt.managers.detokenizer_manager.find_printable_text": ("text",),
+    "sglang.srt.managers.schedule_batch.Req.update_finish_state": ("self", "new_accepted_len"),
     f"{TOKENIZER_MANAGER}.__init__": (
         "self",
         "server_args",

@@ -31,6 +31,7 @@ EVERY_CHANGE = frozenset(
         "test_clients.py",
         "test_compat.py",
         "test_greedy_identity.py",
+        "test_stops_of_a_run.py",
     }
 )
 """Files whose tests run for every change. A server takes a minute to start on two cores, so the

@@ -11,6 +11,7 @@ import atexit
 import copy
 import functools
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -67,6 +68,11 @@ def register_hooks() -> None:
         "sglang.srt.managers.detokenizer_manager.find_printable_text",
         hold_back_half_characters,
         after,
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        end_where_plain_decode_ends,
+        HookType.AROUND,
     )
     HookRegistry.register(f"{tokenizer}.__init__", http_routes.add_routes, after)
     controller = f"{state}.SchedulerInternalStateController"
@@ -183,6 +189,35 @@ def hold_back_half_characters(printable: str, text: str) -> str | None:
     if get_spec().speculative_algorithm != ALGORITHM:
         return None
     return text.rstrip("\ufffd")
+
+
+def end_where_plain_decode_ends(
+    update: Callable[..., None], req: Any, new_accepted_len: int = 1
+) -> None:
+    """The first stop of a run ends its request, whatever the order in which stops are looked for.
+
+    SGLang looks for one stop string after the other, then regexes, then tokens, each in the whole
+    run. Plain decode looks for all of them after every token, and so does this.
+    """
+    params = req.sampling_params
+    if (
+        new_accepted_len <= 1
+        or not (params.stop_strs or params.stop_regex_strs)
+        or get_spec().speculative_algorithm != ALGORITHM
+    ):
+        return update(req, new_accepted_len)
+    run = req.output_ids[-new_accepted_len:]
+    grammar, req.grammar = req.grammar, None  # it has taken the whole run
+    del req.output_ids[-new_accepted_len:]
+    for index, token in enumerate(run):
+        req.output_ids.append(token)
+        if index == new_accepted_len - 1:
+            req.grammar = grammar
+        update(req, 1)
+        if req.finished():
+            req.output_ids.extend(run[index + 1 :])
+            break
+    req.grammar = grammar
 
 
 def add_ssd_state(result: None, controller: Any, state: dict[str, Any]) -> None:

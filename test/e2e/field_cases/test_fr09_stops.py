@@ -54,6 +54,27 @@ def test_fr_09(stop_kind: str, kind: DrafterKind, server: Server, reference: Ref
         assert streamed.texts[-1] == streamed.answer.text
 
 
+def test_fr_09_the_first_of_several(
+    kind: DrafterKind, server: Server, reference: Reference
+) -> None:
+    """Red when a stop that is listed first wins over one that comes first in the same run."""
+    story = encode(server.spec.model, STORY)
+    said = continuation(reference, story)
+    tokenizer = tokenizer_of(server.spec.model)
+    cases = []
+    for offset in OFFSETS:
+        first, later = (tokenizer.decode([said[offset + i]]) for i in (0, 2))
+        for stops in (
+            {"stop": [later, first]},
+            {"stop": [later], "stop_regex": [re.escape(first)]},
+            {"stop": [later], "stop_token_ids": [said[offset]]},
+        ):
+            cases.append(Request(story, {"max_new_tokens": NUM_TOKENS, **stops}))
+    answers = generate_all(server.url, cases)
+    assert_same_cuts(reference, cases, answers)
+    assert_drafted(kind, answers)
+
+
 def test_fr_09_length_and_stop_in_one_run(
     kind: DrafterKind, server: Server, reference: Reference
 ) -> None:

@@ -1,0 +1,79 @@
+"""A run of several tokens ends its request where plain decode, token by token, would end it."""
+
+from __future__ import annotations
+
+from array import array
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils import hf_transformers_utils
+
+from sglang_ssd.target import hooks
+
+TEXT = "I'm going to Paris.\nShe said no."
+STOPS: tuple[dict[str, Any], ...] = (
+    {"stop": ["\n", "."]},
+    {"stop": ["no", "going"]},
+    {"stop": ["said"], "stop_regex": ["[.]"]},
+    {"stop": ["She"], "eos_at": 3},
+    {"stop": ["Paris"], "eos_at": 6},
+    {"stop": ["nothing like it"], "max_new_tokens": 6},
+)
+
+
+get_tokenizer = cache(hf_transformers_utils.get_tokenizer)
+
+
+@pytest.fixture
+def speculating(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(speculative_algorithm=hooks.ALGORITHM)
+    monkeypatch.setattr(hooks, "get_spec", lambda: spec)
+
+
+def ended(model: str, stops: dict[str, Any], run_len: int, update: Any) -> tuple[Any, ...]:
+    """How and where a request ends whose tokens arrive in runs of that length."""
+    tokenizer = get_tokenizer(model)
+    given = dict(stops)
+    eos_at = given.pop("eos_at", None)
+    tokens = tokenizer.encode(TEXT)
+    if eos_at is not None:
+        tokens[eos_at] = tokenizer.eos_token_id
+    params = SamplingParams(**{"max_new_tokens": 40, **given})
+    params.normalize(tokenizer)
+    req = Req("r", "", array("q", [1]), params, vocab_size=len(tokenizer))
+    req.tokenizer = tokenizer
+    for start in range(0, len(tokens), run_len):
+        run = tokens[start : start + run_len]
+        req.output_ids.extend(run)
+        update(req, len(run))
+        if req.finished():
+            break
+    reason = req.finished_reason and req.finished_reason.to_json()
+    return reason, list(req.output_ids_through_stop)
+
+
+@pytest.mark.parametrize("run_len", [2, 3, 5, 9, 17])
+@pytest.mark.parametrize("stops", STOPS, ids=lambda stops: "-".join(stops))
+def test_runs_end_as_single_tokens_do(
+    stops: dict[str, Any], run_len: int, target: Path, speculating: None
+) -> None:
+    """Red when the order of the stops, not their place, says which one ends a run."""
+
+    def by_runs(req: Any, num: int) -> None:
+        hooks.end_where_plain_decode_ends(update, req, num)
+
+    update = getattr(Req.update_finish_state, "__wrapped__", Req.update_finish_state)
+    model = str(target)
+    assert ended(model, stops, run_len, by_runs) == ended(model, stops, 1, update)
+
+
+def test_sglang_alone_ends_elsewhere(target: Path) -> None:
+    """Red when SGLang has mended it: then the hook can go."""
+    update = getattr(Req.update_finish_state, "__wrapped__", Req.update_finish_state)
+    model, stops = str(target), STOPS[0]
+    assert ended(model, stops, 17, update) != ended(model, stops, 1, update)
