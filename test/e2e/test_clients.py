@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,13 @@ def test_openai_completion_with_logprobs(server: Server, reference: Reference) -
 def test_frontend_program(server: Server, reference: Reference) -> None:
     """Red when a scoring request opens a sequence, or forks of one prefix disturb each other."""
 
-    def run(which: Server) -> list[str]:
-        return [state.text() for state in run_batch(tour, which, CITIES[:3])]
+    def run(which: Server) -> list[dict[str, Any]]:
+        states = run_batch(tour, which, CITIES[:3])
+        return [{"text": s.text(), **{k: s[k] for k in ("intro", "year", "large")}} for s in states]
 
-    assert run(server) == run(reference.server)
+    got = run(server)
+    assert got == run(reference.server)
+    assert all(re.fullmatch(r"[12][0-9]{3}", state["year"]) for state in got)
 
 
 def test_frontend_program_streamed(server: Server, reference: Reference) -> None:

@@ -25,12 +25,19 @@ def test_fr_02(kind: DrafterKind, server: Server, reference: Reference) -> None:
         Request(prompt.input_ids, {"max_new_tokens": NUM_TOKENS, "logit_bias": bias})
         for prompt in prompts
     ]
+    wanted = {str(used.most_common(9)[-1][0]): 4.0}
+    wished = [
+        Request(prompt.input_ids, {"max_new_tokens": NUM_TOKENS, "logit_bias": wanted})
+        for prompt in prompts[:2]
+    ]
+    more = generate_all(server.url, wished, concurrency=2)
+    assert_same(reference, wished, more)
     cases = [case for pair in zip(biased, free, strict=True) for case in pair]
     answers = generate_all(server.url, cases, concurrency=8)
     assert_same(reference, cases, answers)
     assert not set(banned) & {token for answer in answers[::2] for token in answer.output_ids}
     if kind == "self":
-        assert all(answer.num_correct_drafts > 0 for answer in answers[::2])
+        assert all(answer.num_correct_drafts > 0 for answer in (*answers[::2], *more))
 
 
 def test_fr_02_sampled(server: Server, drafts_off: Reference) -> None:

@@ -45,6 +45,7 @@ def test_fr_22(
     lengths = [answer.meta_info["spec_accept_length"] for answer in (*before, *answers)]
     figures["accept_lengths"] = lengths
     assert sum(lengths[2:]) >= 0.7 * sum(lengths[:2])
+    assert kind != "self" or min(lengths[2:]) >= server.spec.num_steps
 
 
 def test_fr_22_abort_request(server: Server, reference: Reference) -> None:
