@@ -25,30 +25,51 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
 
 ITEMS: dict[str, tuple[str, ...]] = {
     "model-free": ("test/unit", "test/integration", "test/kernels"),
-    "bad-input": ("test/e2e/test_bad_input.py",),
+    "parts": (
+        "test/e2e/test_compat.py",
+        "test/e2e/test_cpu_layers.py",
+        "test/e2e/test_cpu_platform.py",
+        "test/e2e/test_drafter_model.py",
+        "test/e2e/test_row_transforms.py",
+    ),
+    "bad-input": ("test/e2e/test_bad_input.py", "test/e2e/test_bad_requests.py"),
     "identity": ("test/e2e/test_greedy_identity.py",),
     "configurations": ("test/e2e/test_configurations.py",),
     "features": ("test/e2e/test_features.py", "test/e2e/test_plain_decode.py"),
     "sampling": (
-        "test/e2e/test_row_transforms.py",
         "test/e2e/test_sampling_table.py",
         "test/e2e/test_hidden_states.py",
         "test/e2e/test_grammar_backends.py",
     ),
-    "field-cases": ("test/e2e/field_cases",),
-    "clients": ("test/e2e/test_clients.py", "test/e2e/test_entry_points.py"),
+    "field-cases": ("test/e2e/test_stops_of_a_run.py", "test/e2e/field_cases"),
+    "clients": (
+        "test/e2e/test_clients.py",
+        "test/e2e/test_entry_points.py",
+        "test/e2e/test_sglang_kits.py",
+    ),
     "faults": ("test/e2e/test_faults.py",),
+    "chaos": ("test/e2e/test_chaos.py", "test/e2e/test_soak.py"),
     "life-cycle": ("test/e2e/test_life_cycle.py",),
+    "operation": (
+        "test/e2e/test_commands.py",
+        "test/e2e/test_data_parallel.py",
+        "test/e2e/test_docs.py",
+        "test/e2e/test_limits.py",
+        "test/e2e/test_observability.py",
+        "test/e2e/test_operator.py",
+    ),
     "sampled-identity": ("test/e2e/test_sampled_identity.py",),
     "law": ("test/e2e/test_sampling_law.py",),
     "tensor-parallel": ("test/e2e/test_tensor_parallel.py",),
 }
-"""What each item runs; all of it, tests marked slow included."""
+"""What each item runs, together every test that needs no GPU; tests marked slow included."""
 
 PACKAGES = ("sglang", "torch", "transformers", "xgrammar")
 MAX_SECONDS_PER_TEST = 4 * 3600
@@ -71,14 +92,13 @@ def run_item(name: str, size: str) -> Record:
     """Run one item's tests; what passed, what failed and why, and the figures they reported."""
     with tempfile.TemporaryDirectory() as folder:
         figures, report = Path(folder) / "figures.json", Path(folder) / "report.xml"
-        paths = [path for path in ITEMS[name] if (ROOT / path).exists()]
-        command = [sys.executable, "-m", "pytest", *paths, "-m", "slow or not slow"]
+        command = [sys.executable, "-m", "pytest", *ITEMS[name], "-m", "slow or not slow"]
         command += [f"--timeout={MAX_SECONDS_PER_TEST}", f"--junitxml={report}"]
         env = {**os.environ, "SSD_E2E_SIZE": size, "SSD_E2E_FIGURES": str(figures)}
         start = time.monotonic()
-        subprocess.run(command, cwd=ROOT, env=env, check=False)
+        code = subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
         return {
-            **read_report(report),
+            **read_report(report, code),
             "figures": json.loads(figures.read_text()) if figures.exists() else {},
             "size": size,
             "seconds": round(time.monotonic() - start),
@@ -91,7 +111,7 @@ def is_passed(record: Record) -> bool:
     return not record["failures"] and record["sources"] == sources()
 
 
-def read_report(report: Path) -> Record:
+def read_report(report: Path, exit_code: int) -> Record:
     if not report.exists():
         return {"passed": 0, "skipped": 0, "failures": {"pytest": "ended without a report"}}
     cases = list(ElementTree.parse(report).iter("testcase"))
@@ -101,9 +121,11 @@ def read_report(report: Path) -> Record:
         for problem in case
         if problem.tag in {"failure", "error"}
     }
+    if exit_code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        failures["pytest"] = f"did not run to its end: {pytest.ExitCode(exit_code).name}"
     skipped = sum(case.find("skipped") is not None for case in cases)
     return {
-        "passed": len(cases) - skipped - len(failures),
+        "passed": len(cases) - skipped - len(failures.keys() - {"pytest"}),
         "skipped": skipped,
         "failures": failures,
     }

@@ -204,7 +204,7 @@ def counted_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
 
     hits = served("hit") + served("chain_hit")
     outcomes = hits + served("jit") + served("none")
-    asked = counted("on_time_rows") + counted("late_rows")
+    asked = counted("on_time_rows") + counted("missing_rows")
     return {
         "accept_length": 1 + counted("correct_drafts") / max(1, counted("rows")),
         "hit_rate": hits / max(1, outcomes),

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
+import pytest
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
 from sglang_ssd import compat
+from sglang_ssd.config import SettingsError
+from sglang_ssd.target import algorithm
 
 HOOKS_PROGRAM = """
 import json, os
@@ -61,3 +69,12 @@ def test_another_version_is_refused(monkeypatch) -> None:
     [reason] = compat.reasons()
     assert "0.4.0" in reason
     assert compat.tested_range() in reason
+
+
+def test_another_version_registers_and_is_refused_before_anything_loads(monkeypatch) -> None:
+    """Red when SSD serves a version that was not tested, or is an unknown algorithm there."""
+    monkeypatch.setattr(compat.metadata, "version", lambda name: "0.4.0")
+    load_plugins()
+    assert SpeculativeAlgorithm.from_string(algorithm.ALGORITHM).is_some()
+    with pytest.raises(SettingsError, match=re.escape("0.4.0")):
+        algorithm.validate_server_args(ServerArgs(model_path="none"))

@@ -1,4 +1,4 @@
-"""Greedy output in every pair of settings: a pairwise table of server configurations."""
+"""The same output in every pair of settings, in --ssd-mode sync and at the default deadline."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness.checkpoints import DrafterKind
 from harness.client import Answer, Request, generate_all, stream
 from harness.configurations import TABLE, Row, spec_of
+from harness.draws import FILTERS, assert_same_draws, seeded
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import MIN_ON_TIME, RoundCounter
 from harness.server import Server, ServerPool
+from sglang_ssd.config import SsdConfig
 
 NUM_PROMPTS = 8
 NUM_TOKENS = 48
-NUM_ALWAYS = 2
-"""So many rows run for every commit; the others are marked slow."""
+
+
+def greedy_requests(server: Server) -> list[Request]:
+    prompts = load_prompts(server.spec.model, NUM_PROMPTS)
+    return [Request(prompt.input_ids, {"max_new_tokens": NUM_TOKENS}) for prompt in prompts]
 
 
 def test_table_covers_every_pair() -> None:
@@ -30,17 +36,7 @@ def test_table_covers_every_pair() -> None:
             assert len(met) == len(columns[first]) * len(columns[second]), (first, second)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(
-            row,
-            id=row.name,
-            marks=[] if index < NUM_ALWAYS else [pytest.mark.slow],
-        )
-        for index, row in enumerate(TABLE)
-    ],
-)
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE])
 def test_greedy_output_in_every_configuration(
     row: Row,
     pool: ServerPool,
@@ -50,10 +46,7 @@ def test_greedy_output_in_every_configuration(
 ) -> None:
     """Red when one setting breaks identity in the company of another."""
     server = pool.get(spec_of(row, spec_for))
-    requests = [
-        Request(prompt.input_ids, {"max_new_tokens": NUM_TOKENS})
-        for prompt in load_prompts(server.spec.model, NUM_PROMPTS)
-    ]
+    requests = greedy_requests(server)
     counter = RoundCounter(server)
     found = 0
     for answers in _one_by_one_streamed_and_batched(server, requests):
@@ -74,3 +67,45 @@ def _one_by_one_streamed_and_batched(server: Server, requests: list[Request]) ->
         if len(request.prompt) > 2
     )
     return [batched, [s.answer for s in streamed]]
+
+
+@pytest.mark.parametrize("kind", ["self", "noisy"])
+def test_ordinary_speculative_decoding(
+    kind: DrafterKind,
+    pool: ServerPool,
+    reference: Reference,
+    drafts_off: Reference,
+    spec_for: Any,
+    figures: dict[str, Any],
+) -> None:
+    """Red when --ssd-mode sync drafts behind the wrong prefix, drops replies or caches outcomes."""
+    server = pool.get(spec_for(kind, settings=(("mode", "sync"),)))
+    counter = RoundCounter(server)
+    greedy = greedy_requests(server)
+    found = assert_same(reference, greedy, generate_all(server.url, greedy))
+    for params in FILTERS.values():
+        draws = seeded(server.spec.model, 12, params)
+        assert_same_draws(drafts_off, draws, generate_all(server.url, draws))
+    rounds = counter.since()
+    figures.update(rounds.summary(), rounding=len(found))
+    assert set(rounds.served) <= {"sync", "prefill"}
+    assert rounds.on_time_rate >= MIN_ON_TIME
+    assert rounds.correct_drafts > 0
+    if kind == "self":
+        assert rounds.accept_length("sync") >= 0.95 * (server.spec.num_steps + 1)
+
+
+def test_greedy_output_at_the_default_deadline(
+    pool: ServerPool, reference: Reference, spec_for: Any, figures: dict[str, Any]
+) -> None:
+    """Red when drafts that come too late for their round are taken for another's: here some do."""
+    defaults = SsdConfig()
+    names = ("reply_deadline_ms", "reply_deadline_min_ms")
+    settings = tuple((name, getattr(defaults, name)) for name in names)
+    server = pool.get(spec_for("noisy", settings=settings))
+    counter = RoundCounter(server)
+    requests = greedy_requests(server)
+    assert_same(reference, requests, generate_all(server.url, requests))
+    rounds = counter.since()
+    figures.update(rounds.summary())
+    assert rounds.correct_drafts > 0

@@ -25,6 +25,7 @@ from harness.drafter_faults import (
     status,
     wait_until_ready,
 )
+from harness.idle import assert_drained
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter
@@ -76,7 +77,7 @@ def test_a_short_deadline_costs_drafts_only(
     counter = RoundCounter(server)
     assert_same(reference, cases, generate_all(server.url, cases))
     figures.update(counter.since().summary())
-    assert counter.since().late_rows > 0
+    assert counter.since().plain_decode["late"] > 0
 
 
 def test_past_the_drafters_context(
@@ -94,7 +95,21 @@ def test_past_the_drafters_context(
     answers = generate_all(server.url, cases)
     assert_same(reference, cases, answers)
     assert all(answer.num_correct_drafts > 0 for answer in answers)
-    assert server.ssd()["served"].get("context", 0) >= 0
+    assert server.ssd()["plain_decode"]["context"] > 0
+
+
+def test_more_requests_than_the_drafter_has_room_for(
+    pool: ServerPool, reference: Reference, spec_for: Any
+) -> None:
+    """Red when a full drafter refuses a server, or drafts for one request with another's place."""
+    server = pool.get(spec_for("noisy", settings=(("drafter_max_sequences", 1),)))
+    cases = long_requests(server, 4)
+    counter = RoundCounter(server)
+    assert_same(reference, cases, generate_all(server.url, cases))
+    rounds = counter.since()
+    assert rounds.plain_decode["full"] > 0
+    assert rounds.correct_drafts > 0
+    assert_drained(server)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_greedy_output_is_the_targets_own(
     figures["rounding"] = len(assert_same(reference, requests, answers))
     assert rounds.on_time_rate >= MIN_ON_TIME
     low, high = ACCEPT_LENGTHS[kind]
-    rows = rounds.on_time_rows + rounds.late_rows
+    rows = rounds.on_time_rows + rounds.missing_rows
     assert low <= 1 + rounds.correct_drafts / rows <= high
     if kind == "self":
         assert rounds.served["jit"] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ from harness.idle import drafter_status
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.server import Server, ServerPool
+from sglang_ssd.platform.affinity import format_cores
 
 MAX_IDLE_SHARE = 0.1
 """Of one core, all processes of a server together; SGLang's own threads wake up now and then."""
@@ -45,6 +48,18 @@ def test_an_idle_server_holds_nothing_and_sleeps(
     figures.update(idle_share=round(sum(shares.values()), 4))
     assert shares[server.drafter_process().pid] < 0.03
     assert sum(shares.values()) < MAX_IDLE_SHARE
+
+
+def test_target_and_drafter_run_on_cores_of_their_own(pool: ServerPool, spec_for: Any) -> None:
+    """Red when the drafter keeps the affinity that it inherits, or the split is not logged."""
+    server = pool.get(spec_for("self"))
+    (scheduler,) = [p for p in server.family() if "sglang::scheduler" in " ".join(p.cmdline())]
+    target, drafter = scheduler.cpu_affinity(), server.drafter_process().cpu_affinity()
+    assert target
+    assert drafter
+    assert format_cores(drafter) in re.findall(r"runs on cores (\S+)", server.log_text())
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not set(target) & set(drafter)
 
 
 def _cpu_seconds(server: Server) -> dict[int, float]:

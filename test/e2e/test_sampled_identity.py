@@ -11,7 +11,7 @@ from harness.checkpoints import KINDS, DrafterKind
 from harness.client import Request, generate, generate_all, generate_copies
 from harness.draws import FILTERS, NUM_TOKENS, assert_same_draws, seeded
 from harness.prompts import load_prompts
-from harness.reference import Reference
+from harness.reference import Reference, assert_same
 from harness.rounds import MIN_ON_TIME, RoundCounter
 from harness.server import Server, ServerPool
 from harness.size import Size
@@ -41,7 +41,7 @@ def test_seeds_give_the_same_tokens_as_without_drafts(
 
 
 def test_a_draw_does_not_depend_on_its_batch(
-    pool: ServerPool, drafts_off: Reference, spec_for: Any
+    pool: ServerPool, reference: Reference, drafts_off: Reference, spec_for: Any
 ) -> None:
     """Red when noise is keyed by the row, or greedy neighbours change how a row is drawn."""
     server = pool.get(spec_for("noisy"))
@@ -49,9 +49,10 @@ def test_a_draw_does_not_depend_on_its_batch(
     cases += seeded(server.spec.model, 2, {"temperature": 0.7})
     greedy = [Request(case.prompt, {"max_new_tokens": NUM_TOKENS}) for case in cases[:2]]
     alone = [generate(server.url, case) for case in cases]
-    together = generate_all(server.url, [*greedy, *cases], concurrency=10)[len(greedy) :]
+    together = generate_all(server.url, [*greedy, *cases], concurrency=10)
+    assert_same(reference, greedy, together[: len(greedy)])
     assert_same_draws(drafts_off, cases, alone)
-    assert_same_draws(drafts_off, cases, together)
+    assert_same_draws(drafts_off, cases, together[len(greedy) :])
 
 
 def test_copies_of_a_seeded_request_differ_and_repeat(

@@ -57,8 +57,13 @@ def run_batch(program: Any, server: Server, cities: tuple[str, ...], **given: An
 
 
 def run_streamed(program: Any, server: Server, city: str) -> Any:
-    """The final state, once the pieces of its intro have been seen to join to it."""
+    """The final state, once the pieces have been seen to join: of its intro, and of everything.
+
+    Only the pieces of everything end with the program: `state.text()` does not wait for lines of
+    it that have not run yet.
+    """
     backend = sgl.RuntimeEndpoint(server.url)
     state = program.run(city=city, temperature=0, backend=backend, stream=True)
     assert "".join(state.text_iter("intro")) == state["intro"]
+    assert "".join(state.text_iter()) == state.text()
     return state

@@ -20,15 +20,17 @@ class Rounds(msgspec.Struct, frozen=True):
 
     rounds: int
     on_time_rows: int
-    late_rows: int
+    missing_rows: int
     plain_rows: int
     correct_drafts: int
     served: dict[str, int]
     served_correct: dict[str, int]
+    plain_decode: dict[str, int]
+    """Rows by cause."""
 
     @property
     def on_time_rate(self) -> float:
-        return self.on_time_rows / max(1, self.on_time_rows + self.late_rows)
+        return self.on_time_rows / max(1, self.on_time_rows + self.missing_rows)
 
     @property
     def hit_rate(self) -> float:
@@ -41,13 +43,14 @@ class Rounds(msgspec.Struct, frozen=True):
         return 1 + self.served_correct.get(served, 0) / max(1, self.served.get(served, 0))
 
     def summary(self) -> dict[str, Any]:
-        rows = max(1, self.on_time_rows + self.late_rows)
+        rows = max(1, self.on_time_rows + self.missing_rows)
         return {
             "rounds": self.rounds,
             "on_time_rate": round(self.on_time_rate, 4),
             "hit_rate": round(self.hit_rate, 4),
             "accept_length": round(1 + self.correct_drafts / rows, 3),
             "served": self.served,
+            "plain_decode": self.plain_decode,
         }
 
 
@@ -66,13 +69,15 @@ class RoundCounter:
                 for name in (
                     "rounds",
                     "on_time_rows",
-                    "late_rows",
+                    "missing_rows",
                     "plain_rows",
                     "correct_drafts",
                 )
             },
-            served=_difference(after["served"], self._before["served"]),
-            served_correct=_difference(after["served_correct"], self._before["served_correct"]),
+            **{
+                name: _difference(after[name], self._before[name])
+                for name in ("served", "served_correct", "plain_decode")
+            },
         )
 
 

@@ -154,7 +154,7 @@ class Server:
         self.verify_and_commit(rids, self.client.collect(rids))
         stats = self.client.stats
         assert stats.hits + stats.misses + sum(stats.plain_decode.values()) == stats.rows
-        assert stats.on_time_rows + stats.late_rows + stats.plain_rows == stats.rows
+        assert stats.on_time_rows + stats.missing_rows + stats.plain_rows == stats.rows
 
     def verify_and_commit(self, rids: list[str], drafts: list[list[int]]) -> None:
         new_tokens = [self.verify(rid, row) for rid, row in zip(rids, drafts, strict=True)]

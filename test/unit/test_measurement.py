@@ -42,14 +42,14 @@ def test_rates_are_of_what_was_counted_in_between() -> None:
         "rows": 10,
         "correct_drafts": 5,
         "on_time_rows": 9,
-        "late_rows": 1,
+        "missing_rows": 1,
         "served": {"jit": 2},
     }
     after = {
         "rows": 30,
         "correct_drafts": 45,
         "on_time_rows": 28,
-        "late_rows": 2,
+        "missing_rows": 2,
         "served": {"jit": 4, "hit": 17, "chain_hit": 1},
     }
     rates = measurement.counted_between(before, after)

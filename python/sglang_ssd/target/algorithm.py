@@ -40,7 +40,7 @@ HONOURED_FLAGS = frozenset(
         "speculative_num_draft_tokens",
     }
 )
-"""SGLang's speculative flags that mean something here; the others belong to other algorithms."""
+"""SGLang's speculative flags that mean something here; the others must be left out."""
 
 ALLOWED_VALUES: dict[str, tuple[object, str]] = {
     "page_size": (1, "must be 1"),
@@ -202,9 +202,7 @@ def _foreign_flag_reasons(server_args: ServerArgs) -> list[str]:
             continue
         value = asked_for[field.name]
         if value != field.default:
-            reasons.append(
-                f"{_flag(field.name)} {value}: belongs to other algorithms; must be left out"
-            )
+            reasons.append(f"{_flag(field.name)} {value}: not used by SSD; must be left out")
     return reasons
 
 

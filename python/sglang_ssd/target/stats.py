@@ -41,6 +41,8 @@ ending: the request is finished or aborted already.
 """
 
 PLAIN_CAUSES: tuple[PlainCause, ...] = get_args(PlainCause)
+NOT_WANTED: frozenset[PlainCause] = frozenset({"opt_out", "parameter", "batch_size", "ending"})
+"""Causes of rows for which no drafts were asked."""
 
 NOT_GUESSED = "-1"
 """Key of ClientStats.bonus_rank: the bonus was not among the guesses."""
@@ -76,16 +78,18 @@ class ClientStats(msgspec.Struct):
 
     @property
     def on_time_rows(self) -> int:
-        return sum(self.served.values())
-
-    @property
-    def late_rows(self) -> int:
-        return self.plain_decode.get("late", 0)
+        """Rows that the speculation cache served in time: hits and misses."""
+        return self.hits + self.misses
 
     @property
     def plain_rows(self) -> int:
-        """Rows whose drafts were not asked for."""
-        return self.rows - self.on_time_rows - self.late_rows
+        """Rows for which no drafts were asked."""
+        return sum(self.plain_decode.get(cause, 0) for cause in NOT_WANTED)
+
+    @property
+    def missing_rows(self) -> int:
+        """Rows that were to have drafts and went without: late, or for another cause."""
+        return self.rows - self.on_time_rows - self.plain_rows
 
     def count_served(self, served: Served) -> None:
         """A row whose reply was there in time."""
@@ -119,9 +123,9 @@ def summarize(stats: ClientStats) -> dict[str, object]:
     return {
         **msgspec.to_builtins(stats),
         "on_time_rows": stats.on_time_rows,
-        "late_rows": stats.late_rows,
+        "missing_rows": stats.missing_rows,
         "plain_rows": stats.plain_rows,
         "hit_rate": stats.hits / max(1, stats.hits + stats.misses),
-        "on_time_rate": stats.on_time_rows / max(1, stats.on_time_rows + stats.late_rows),
+        "on_time_rate": stats.on_time_rows / max(1, stats.on_time_rows + stats.missing_rows),
         "accept_length": 1 + stats.correct_drafts / max(1, stats.rows),
     }
