@@ -37,6 +37,7 @@ ITEMS: dict[str, tuple[str, ...]] = {
         "test/e2e/test_cpu_layers.py",
         "test/e2e/test_cpu_platform.py",
         "test/e2e/test_drafter_model.py",
+        "test/e2e/test_hooks_without_ssd.py",
         "test/e2e/test_row_transforms.py",
     ),
     "bad-input": ("test/e2e/test_bad_input.py", "test/e2e/test_bad_requests.py"),

@@ -8,25 +8,25 @@ struct alone can tell is refused by `load_config`; what depends on num_steps or 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
+
+from sglang_ssd.wire.endpoints import ALLOWED_ENDPOINTS, endpoint_refusal
 
 CONFIG_ENV = "SGLANG_SSD_CONFIG"
 """Environment variable that carries the config: JSON text, or the path of a JSON file."""
 
 MAX_NUM_STEPS = 16
 
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
-
 ALLOWED_TEXTS = {
-    "endpoint": "ipc://PATH, tcp://127.0.0.1:PORT or, with both keys, tcp://HOST:PORT",
+    "endpoint": ALLOWED_ENDPOINTS,
     "secret_key": "a .key_secret file of python -m sglang_ssd.keys",
     "peer_keys": "a .key file of python -m sglang_ssd.keys",
     "drafter_device": "auto, cpu, cuda or cuda:N",
@@ -213,17 +213,25 @@ def load_config(env: Mapping[str, str] = os.environ) -> SsdConfig:
 
 def read_config(env: Mapping[str, str] = os.environ) -> ConfigReading:
     """As load_config, but the reasons are returned: others may have more to say."""
+    try:
+        settings = raw_settings(env)
+    except SettingsError as error:
+        return ConfigReading(SsdConfig(), [str(error)])
+    return read_settings(settings)
+
+
+def raw_settings(env: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What SGLANG_SSD_CONFIG holds, right or wrong; SettingsError if that is no JSON object."""
     text = env.get(CONFIG_ENV, "").strip()
     if not text:
-        return ConfigReading(SsdConfig(), [])
+        return {}
     try:
         if not text.startswith("{"):
             text = Path(text).read_text(encoding="utf-8")
-        settings = msgspec.json.decode(text, type=dict[str, Any])
+        return msgspec.json.decode(text, type=dict[str, Any])
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
         reason = f"{CONFIG_ENV} must be a JSON object or the path of one: {error}"
-        return ConfigReading(SsdConfig(), [reason])
-    return read_settings(settings)
+        raise SettingsError(reason) from error
 
 
 def dump_config(config: SsdConfig) -> str:
@@ -231,13 +239,26 @@ def dump_config(config: SsdConfig) -> str:
     return msgspec.json.encode(config).decode()
 
 
-def build_config(settings: Mapping[str, Any], *, from_text: bool = False) -> SsdConfig:
+def build_config(settings: Mapping[str, Any]) -> SsdConfig:
     """A config from names and values; SettingsError with every wrong one and what is allowed."""
-    return _unless_wrong(read_settings(settings, from_text=from_text))
+    return _unless_wrong(read_settings(settings))
 
 
-def read_settings(settings: Mapping[str, Any], *, from_text: bool = False) -> ConfigReading:
-    """from_text: values may be the texts of a command line."""
+def from_texts(texts: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings from the texts of a command line; what does not convert stays text, and is wrong."""
+    values = {}
+    for field in msgspec.structs.fields(SsdConfig):
+        if field.name in texts:
+            values[field.name] = texts[field.name]
+            with contextlib.suppress(msgspec.ValidationError):
+                values[field.name] = msgspec.convert(
+                    texts[field.name], type=field.type, strict=False
+                )
+    return values
+
+
+def read_settings(settings: Mapping[str, Any]) -> ConfigReading:
+    """The settings of these names and values."""
     fields = {field.name: field for field in msgspec.structs.fields(SsdConfig)}
     reasons, values = [], {}
     for name, value in settings.items():
@@ -246,7 +267,7 @@ def read_settings(settings: Mapping[str, Any], *, from_text: bool = False) -> Co
             reasons.append(f"{flag_name(name)}: no such setting; there are {known}")
             continue
         try:
-            converted = msgspec.convert(value, type=fields[name].type, strict=not from_text)
+            converted = msgspec.convert(value, type=fields[name].type)
         except msgspec.ValidationError:
             reasons.append(_reason(name, value))
             continue
@@ -277,10 +298,10 @@ def validate(config: SsdConfig, num_steps: int) -> list[str]:
             f"{flag_name('fan_out')} {_shown(fan_out)}: all zero; one at least must be positive"
         )
     has_keys = config.secret_key is not None and config.peer_keys is not None
-    if config.endpoint is not None and not _is_endpoint(config.endpoint, has_keys=has_keys):
-        reasons.append(
-            f"{_reason('endpoint', config.endpoint)} (loopback hosts: {', '.join(LOOPBACK_HOSTS)})"
-        )
+    if config.endpoint is not None:
+        refusal = endpoint_refusal(config.endpoint, has_keys=has_keys)
+        if refusal is not None:
+            reasons.append(f"{_reason('endpoint', config.endpoint)} ({refusal})")
     for given, other in (("secret_key", "peer_keys"), ("peer_keys", "secret_key")):
         if getattr(config, given) is not None and getattr(config, other) is None:
             reasons.append(f"{flag_name(given)}: needs {flag_name(other)} as well")
@@ -359,14 +380,3 @@ def _shown(value: object) -> str:
     if isinstance(value, list):
         return ",".join(str(item) for item in value)
     return repr(value) if isinstance(value, str) else str(value)
-
-
-def _is_endpoint(endpoint: str, *, has_keys: bool) -> bool:
-    if endpoint.startswith("ipc://"):
-        return len(endpoint) > len("ipc://")
-    try:
-        parts = urlsplit(endpoint)
-        is_allowed = parts.hostname in LOOPBACK_HOSTS or (has_keys and bool(parts.hostname))
-        return parts.scheme == "tcp" and is_allowed and parts.port is not None
-    except ValueError:
-        return False

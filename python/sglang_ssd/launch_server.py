@@ -20,11 +20,11 @@ from sglang_ssd.config import (
     SettingsError,
     SsdConfig,
     allowed_values,
-    build_config,
-    dump_config,
     flag_name,
+    from_texts,
     help_text,
     load_config,
+    raw_settings,
 )
 from sglang_ssd.drafter.process import sweep_socket_dirs
 from sglang_ssd.platform.affinity import core_reasons, lent_cores
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings: dict[str, Any] = vars(own_flags)
     try:
         if settings:
-            os.environ[CONFIG_ENV] = dump_config(merge_settings(settings))
+            os.environ[CONFIG_ENV] = merge_settings(settings)
         server_argv = choose_platform(server_argv)
         _serve(server_argv, settings)
     except SettingsError as error:
@@ -78,10 +78,12 @@ def add_ssd_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag_name(field.name), help=text.replace("%", "%%"), **options)
 
 
-def merge_settings(settings: dict[str, Any]) -> SsdConfig:
-    """The flags over what SGLANG_SSD_CONFIG already says."""
-    inherited = msgspec.structs.asdict(load_config())
-    return build_config({**inherited, **settings}, from_text=True)
+def merge_settings(settings: dict[str, Any]) -> str:
+    """SGLANG_SSD_CONFIG with the flags over what it says already.
+
+    Wrong values stay in it: the server's validation refuses them beside all else that it finds.
+    """
+    return msgspec.json.encode({**raw_settings(), **from_texts(settings)}).decode()
 
 
 def choose_platform(server_argv: list[str]) -> list[str]:

@@ -149,8 +149,16 @@ CASES = (
     refused_config(
         "far-endpoint",
         {"endpoint": "tcp://10.0.0.1:5555"},
-        "--ssd-endpoint 'tcp://10.0.0.1:5555': must be ipc://PATH, tcp://127.0.0.1:PORT or, with "
-        "both keys, tcp://HOST:PORT, or left out (loopback hosts: 127.0.0.1, localhost, ::1)",
+        "--ssd-endpoint 'tcp://10.0.0.1:5555': must be ipc:///PATH of a socket, "
+        "tcp://127.0.0.1:PORT or, with both keys, tcp://HOST:PORT, or left out "
+        "(host 10.0.0.1 is not the loopback interface, and there are no keys)",
+    ),
+    refused_config(
+        "relative-endpoint",
+        {"endpoint": "ipc://run/drafter"},
+        "--ssd-endpoint 'ipc://run/drafter': must be ipc:///PATH of a socket, "
+        "tcp://127.0.0.1:PORT or, with both keys, tcp://HOST:PORT, or left out "
+        "(not an absolute path)",
     ),
     Case(
         "one-key",
@@ -201,13 +209,17 @@ def our_message(*lines: str) -> str:
     return "SettingsError: --speculative-algorithm SSD cannot start:\n  " + "\n  ".join(lines)
 
 
-def message_of(case: Case) -> str:
+def machine_words() -> dict[str, str]:
     lent = sorted(os.sched_getaffinity(0))
-    words = {
+    return {
         "settings": ", ".join(map(flag_name, SsdConfig.__struct_fields__)),
         "missing_cores": format_cores(set(range(10000)) - set(lent)),
         "lent_cores": format_cores(lent),
     }
+
+
+def message_of(case: Case) -> str:
+    words = machine_words()
     return our_message(*(line.format(**words) for line in case.says))
 
 
@@ -293,21 +305,42 @@ def launch(flags: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_launcher_refuses_its_own_flags_with_everything_else(target: Path) -> None:
+    """Red when a bad --ssd-* flag is swallowed, hides another, or shows a traceback."""
+    wrong = ["--ssd-reply-deadline-ms", "-5", "--ssd-fan-out", "three", "--ssd-mode", "fast"]
+    run = launch([*argv_of((), target), *wrong, "--speculative-num-steps", "40"])
+    assert run.returncode not in (0, None)
+    assert run.stderr[run.stderr.index("sglang-ssd: ") :].splitlines() == [
+        "sglang-ssd: --speculative-algorithm SSD cannot start:",
+        "  --speculative-num-steps 40: must be 1 to 16",
+        "  --ssd-mode 'fast': must be one of async, off, sync",
+        "  --ssd-reply-deadline-ms '-5': must be a number above 0",
+        "  --ssd-fan-out three: must be a list, each a whole number of at least 0",
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--ssd-reply-deadline-ms", "-5"], ["--ssd-reply-deadline-ms", "-5"]),
-        (["--ssd-fan-out", "three"], ["--ssd-fan-out", "three"]),
-        (["--ssd-mode", "fast"], ["--ssd-mode", "fast", "async", "sync", "off"]),
+        (
+            ["--ssd-backup", "none", "--ssd-lease-s", "2"],
+            "--ssd-backup, --ssd-lease-s: mean something only with --speculative-algorithm SSD "
+            "(given: None)",
+        ),
+        (
+            ["--ssd-target-cores", "0-9999"],
+            "--ssd-target-cores '0-9999': no core {missing_cores} here; this process may use "
+            "{lent_cores}",
+        ),
     ],
 )
-def test_launcher_refuses_its_own_flags(target: Path, flags: list[str], says: list[str]) -> None:
-    """Red when a bad --ssd-* flag is swallowed or shows a traceback instead of what is allowed."""
-    run = launch([*argv_of((), target), *flags])
+def test_launcher_without_the_algorithm_refuses_what_only_it_reads(
+    target: Path, flags: list[str], says: str
+) -> None:
+    """Red when a plain server takes an --ssd-* flag that does nothing there."""
+    run = launch(["--model-path", str(target), *flags])
     assert run.returncode not in (0, None)
-    for words in says:
-        assert words in run.stderr
-    assert "Traceback" not in run.stderr
+    assert run.stderr.splitlines()[-1] == f"sglang-ssd: {says.format(**machine_words())}"
 
 
 def test_launcher_refuses_a_foreign_platform(target: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_target_may_be_let_in_later(
 
 def test_tcp_beyond_the_machine_needs_keys() -> None:
     for make in (DrafterSocket, TargetSocket):
-        with pytest.raises(ValueError, match="--ssd-secret-key and --ssd-peer-keys"):
+        with pytest.raises(ValueError, match="there are no keys"):
             make("tcp://192.0.2.1:5555")
 
 
@@ -172,12 +172,12 @@ def test_a_file_that_is_no_secret_key_is_named(folder: Path, tmp_path: Path, wha
         path.touch()
     if what != "missing":
         path.chmod(0o600)
-    with pytest.raises(ValueError, match=f"--ssd-secret-key {path}"):
+    with pytest.raises(ValueError, match=f"^{path}"):
         load_secret(str(path))
 
 
 def test_a_folder_without_keys_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--ssd-peer-keys"):
+    with pytest.raises(ValueError, match=f"^{tmp_path}: holds no .key file"):
         load_public_keys(str(tmp_path))
-    with pytest.raises(ValueError, match="--ssd-peer-keys"):
+    with pytest.raises(ValueError, match=f"^{tmp_path}/none: must be a folder"):
         load_public_keys(str(tmp_path / "none"))

@@ -41,8 +41,12 @@ def test_texts_equal_plain_decoding_whatever_the_wire_does(wire, name, draft_see
     stats = server.client.stats
     if draft_seed == 0:
         assert rounds < NUM_TOKENS, "drafts of the same weights save rounds even on this wire"
+    replies = sum(stats.bonus_rank.values())
+    assert replies <= stats.rows + len(PROMPTS), "of each round, and behind the last one"
     if name == "none":
         assert stats.on_time_rows == stats.rows
+    if name == "duplicate":
+        assert stats.stale_replies > 0
 
 
 def test_a_good_wire_wastes_no_round(wire):

@@ -11,6 +11,7 @@ from sglang_ssd.config import (
     allowed_values,
     build_config,
     dump_config,
+    from_texts,
     help_text,
     load_config,
     validate,
@@ -76,8 +77,11 @@ def test_every_wrong_setting_is_in_one_refusal() -> None:
         (SsdConfig(fan_out=[]), "0 numbers"),
         (SsdConfig(fan_out=[0, 0, 0, 0, 0]), "all zero"),
         (SsdConfig(endpoint="tcp://10.0.0.1:5000"), "loopback"),
-        (SsdConfig(endpoint="tcp://127.0.0.1"), "loopback"),
-        (SsdConfig(endpoint="/tmp/sock"), "ipc://PATH"),
+        (SsdConfig(endpoint="tcp://127.0.0.1"), "no port"),
+        (SsdConfig(endpoint="/tmp/sock"), "ipc:///PATH"),
+        (SsdConfig(endpoint="ipc://run/drafter"), "not an absolute path"),
+        (SsdConfig(endpoint="ipc:///" + "x" * 120), "longer than 103 bytes"),
+        (SsdConfig(endpoint="tcp://127.0.0.1:5000/x"), "no port"),
         (SsdConfig(trace="/no/such/folder/t.json"), "existing folder"),
         (SsdConfig(drafter_device="gpu"), "auto, cpu, cuda or cuda:N"),
     ],
@@ -104,9 +108,9 @@ def test_every_field_says_what_it_does_and_may_be() -> None:
 
 def test_texts_of_a_command_line_become_values() -> None:
     texts = {"fan_out": ["4", "2"], "lease_s": "2.5", "drafter_max_sequences": "8"}
-    config = build_config({**texts, "allow_padded_vocab": True}, from_text=True)
+    config = build_config(from_texts({**texts, "allow_padded_vocab": True}))
     assert config == SsdConfig(
         fan_out=[4, 2], lease_s=2.5, drafter_max_sequences=8, allow_padded_vocab=True
     )
     with pytest.raises(ValueError, match=r"--ssd-fan-out 4,x"):
-        build_config({"fan_out": ["4", "x"]}, from_text=True)
+        build_config(from_texts({"fan_out": ["4", "x"]}))

@@ -8,7 +8,14 @@ import msgspec
 import pytest
 
 from sglang_ssd import launch_server
-from sglang_ssd.config import CONFIG_ENV, SettingsError, SsdConfig, dump_config, flag_name
+from sglang_ssd.config import (
+    CONFIG_ENV,
+    SettingsError,
+    SsdConfig,
+    dump_config,
+    flag_name,
+    load_config,
+)
 from sglang_ssd.launch_server import choose_platform, merge_settings, ssd_parser
 
 
@@ -23,7 +30,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def parse(*argv: str) -> tuple[SsdConfig, list[str]]:
     flags, rest = ssd_parser().parse_known_args(argv)
-    return merge_settings(vars(flags)), rest
+    return load_config({CONFIG_ENV: merge_settings(vars(flags))}), rest
 
 
 def test_every_setting_is_a_flag_with_default_and_range() -> None:
@@ -47,7 +54,7 @@ def test_flags_go_over_the_environment(environment: pytest.MonkeyPatch) -> None:
     assert parse("--ssd-mode", "off")[0] == SsdConfig(mode="off", backup="none")
 
 
-def test_all_wrong_flags_are_named() -> None:
+def test_all_wrong_flags_are_named_by_who_reads_them() -> None:
     with pytest.raises(SettingsError) as caught:
         parse("--ssd-mode", "fast", "--ssd-fan-out", "3,-1", "--ssd-reply-deadline-ms", "0")
     for part in ("--ssd-mode 'fast'", "--ssd-fan-out 3,-1", "--ssd-reply-deadline-ms '0'"):

@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, get_type_hints
 
 import msgspec
@@ -64,13 +65,33 @@ def _bind(settings: DrafterSettings) -> DrafterTransport:
     from sglang_ssd.wire.curve import KeyFiles
     from sglang_ssd.wire.transport import DrafterSocket
 
-    if settings.secret_key is None and settings.peer_keys is None:
-        return DrafterSocket(settings.endpoint)
+    check_wire(settings)
     if settings.secret_key is None or settings.peer_keys is None:
-        raise ValueError("--secret-key and --peer-keys: give both, or neither")
+        return DrafterSocket(settings.endpoint)
     return DrafterSocket(
         settings.endpoint, KeyFiles(secret=settings.secret_key, peers=settings.peer_keys)
     )
+
+
+def check_wire(settings: DrafterSettings) -> None:
+    """ValueError names the flag of ours by which nobody could reach us."""
+    from sglang_ssd.wire.curve import load_public_keys, load_secret
+    from sglang_ssd.wire.endpoints import validate_endpoint
+
+    if (settings.secret_key is None) != (settings.peer_keys is None):
+        raise ValueError("--secret-key and --peer-keys: give both, or neither")
+    has_keys = settings.secret_key is not None
+    checks: dict[str, tuple[str | None, Callable[[str], object]]] = {
+        "--endpoint": (settings.endpoint, partial(validate_endpoint, has_keys=has_keys)),
+        "--secret-key": (settings.secret_key, load_secret),
+        "--peer-keys": (settings.peer_keys, load_public_keys),
+    }
+    for flag, (value, check) in checks.items():
+        try:
+            if value is not None:
+                check(value)
+        except ValueError as error:
+            raise ValueError(f"{flag} {error}") from error
 
 
 def _load(settings: DrafterSettings, config: SsdConfig, transport: DrafterTransport) -> DraftLoop:

@@ -30,6 +30,7 @@ import psutil
 
 from sglang_ssd.config import CONFIG_ENV, SsdConfig, dump_config
 from sglang_ssd.drafter.checkpoint import check_local
+from sglang_ssd.wire.endpoints import IPC, SOCKET_DIR_PREFIX, unique_ipc_endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,6 @@ FAILURE = "the drafter failed"
 
 _LOG_TAIL_LINES = 60
 _REASON_LINES = 8
-_SOCKET_DIR_PREFIX = "sglang-ssd-"
 
 
 class DrafterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -178,7 +178,7 @@ class DrafterHandle:
 def make_endpoint() -> str:
     """A fresh ipc:// endpoint in a directory that only this user may enter."""
     sweep_socket_dirs()
-    return f"ipc://{tempfile.mkdtemp(prefix=f'{_SOCKET_DIR_PREFIX}{os.getpid()}-')}/drafter"
+    return unique_ipc_endpoint()
 
 
 def remove_endpoint(endpoint: str) -> None:
@@ -187,13 +187,13 @@ def remove_endpoint(endpoint: str) -> None:
 
 
 def _socket_dir(endpoint: str) -> Path:
-    return Path(endpoint.removeprefix("ipc://")).parent
+    return Path(endpoint.removeprefix(IPC)).parent
 
 
 def _restore_socket_dir(endpoint: str) -> None:
     """A drafter that was told to end has removed the directory that we made for it."""
     directory = _socket_dir(endpoint)
-    if not directory.name.startswith(f"{_SOCKET_DIR_PREFIX}{os.getpid()}-"):
+    if not directory.name.startswith(f"{SOCKET_DIR_PREFIX}{os.getpid()}-"):
         return
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
@@ -242,8 +242,8 @@ def _child_environment(config: SsdConfig) -> dict[str, str]:
 
 def sweep_socket_dirs() -> None:
     """Remove socket directories of servers that were killed and could not do it themselves."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_SOCKET_DIR_PREFIX}[0-9]*-*"):
-        pid = path.name.removeprefix(_SOCKET_DIR_PREFIX).split("-", 1)[0]
+    for path in Path(tempfile.gettempdir()).glob(f"{SOCKET_DIR_PREFIX}[0-9]*-*"):
+        pid = path.name.removeprefix(SOCKET_DIR_PREFIX).split("-", 1)[0]
         if pid.isdecimal() and not process_exists(int(pid)):
             shutil.rmtree(path, ignore_errors=True)  # refuses what is another user's
 

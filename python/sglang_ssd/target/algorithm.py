@@ -6,6 +6,7 @@ every reason at once. What SGLang's own checks refuse earlier keeps SGLang's mes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,7 +15,13 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ssd import compat
-from sglang_ssd.config import MAX_NUM_STEPS, SettingsError, SsdConfig, read_config
+from sglang_ssd.config import (
+    MAX_NUM_STEPS,
+    SettingsError,
+    SsdConfig,
+    flag_name,
+    read_config,
+)
 from sglang_ssd.config import validate as config_reasons
 from sglang_ssd.platform import affinity, cpu
 from sglang_ssd.wire.curve import load_public, load_secret
@@ -151,12 +158,17 @@ def setting_reasons(server_args: ServerArgs) -> list[str]:
 
 def _key_reasons(config: SsdConfig) -> list[str]:
     reasons = []
-    for path, load in ((config.secret_key, load_secret), (config.peer_keys, load_public)):
+    loaders: dict[str, Callable[[str], object]] = {
+        "secret_key": load_secret,
+        "peer_keys": load_public,
+    }
+    for name, load in loaders.items():
+        path = getattr(config, name)
         try:
             if path is not None:
                 load(path)
         except ValueError as error:
-            reasons.append(str(error))
+            reasons.append(f"{flag_name(name)} {error}")
     return reasons
 
 

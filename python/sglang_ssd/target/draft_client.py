@@ -435,6 +435,9 @@ class DraftClient:
             sequence.acked_len = max(sequence.acked_len, min(base, len(sequence.tokens)))
             self.stats.stale_replies += 1
             return
+        if sequence.is_answered and sequence.served != "prefill":
+            self.stats.stale_replies += 1
+            return
         if len(drafts) > self._num_steps or not check_token_ids(drafts, self._vocab_size):
             self.stats.bad_replies += 1
             drafts = []

@@ -174,6 +174,8 @@ def seed_parallel_samples(manager: Any, tokenized_obj: Any) -> None:
     before them has an object of its own.
     """
     shared = tokenized_obj.sampling_params
+    if get_spec().speculative_algorithm != ALGORITHM:
+        return
     if shared is None or shared.n <= 1 or shared.sampling_seed is None:
         return
     tokenized_obj.sampling_params = copy.copy(shared)

@@ -20,9 +20,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sglang_ssd.wire.refusals import NoticeLog
 
-SECRET_FLAG = "--ssd-secret-key"
-PEERS_FLAG = "--ssd-peer-keys"
-
 _FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the handshake broke off",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "the other side does not use CURVE, or not this key",
@@ -48,16 +45,14 @@ def load_secret(path: str) -> KeyPair:
         status = Path(path).stat()
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{SECRET_FLAG} {path}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
-        raise ValueError(
-            f"{SECRET_FLAG} {path}: mode {mode:o}; must be readable by its owner alone (chmod 600)"
-        )
+        raise ValueError(f"{path}: mode {mode:o}; must be readable by its owner alone (chmod 600)")
     if status.st_uid not in (os.geteuid(), 0):
-        raise ValueError(f"{SECRET_FLAG} {path}: belongs to user {status.st_uid}; must be ours")
+        raise ValueError(f"{path}: belongs to user {status.st_uid}; must be ours")
     if secret is None:
-        raise ValueError(f"{SECRET_FLAG} {path}: holds no secret key; must be a .key_secret file")
+        raise ValueError(f"{path}: holds no secret key; must be a .key_secret file")
     return KeyPair(public, secret)
 
 
@@ -66,17 +61,17 @@ def load_public(path: str) -> bytes:
     try:
         public, _ = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{PEERS_FLAG} {path}: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
     return public
 
 
 def load_public_keys(folder: str) -> set[bytes]:
     """Those of all *.key files of a folder."""
     if not Path(folder).is_dir():
-        raise ValueError(f"{PEERS_FLAG} {folder}: must be a folder with the targets' .key files")
+        raise ValueError(f"{folder}: must be a folder with the targets' .key files")
     keys = {load_public(str(path)) for path in sorted(Path(folder).glob("*.key"))}
     if not keys:
-        raise ValueError(f"{PEERS_FLAG} {folder}: holds no .key file")
+        raise ValueError(f"{folder}: holds no .key file")
     return keys
 
 

@@ -11,27 +11,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import socket as socketlib
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
-from sglang_ssd.wire.curve import (
-    PEERS_FLAG,
-    SECRET_FLAG,
-    HandshakeMonitor,
-    KeyFiles,
-    secure_drafter,
-    secure_target,
-)
+from sglang_ssd.wire.curve import HandshakeMonitor, KeyFiles, secure_drafter, secure_target
+from sglang_ssd.wire.endpoints import IPC, SOCKET_DIR_PREFIX, validate_endpoint
 from sglang_ssd.wire.frames import (
     MAX_FRAME_BYTES,
     Ids,
@@ -50,10 +41,6 @@ HIGH_WATER_MARK = 1024
 
 _MONITOR_S = 1.0
 _MAX_PER_RECEIVE = 256  # so that one peer's flood cannot keep the owner from its own work
-_IPC = "ipc://"
-_DIRECTORY_PREFIX = "sglang-ssd-"
-_MAX_IPC_PATH = 103  # sockaddr_un.sun_path holds 104 bytes on the tightest system
-_LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 T = TypeVar("T")
 
@@ -175,10 +162,10 @@ class DrafterSocket:
         if self._guard is not None:
             self._guard.stop()
         self._context.destroy(linger=0)
-        if self.endpoint.startswith(_IPC):  # libzmq leaves the file
-            path = Path(self.endpoint.removeprefix(_IPC))
+        if self.endpoint.startswith(IPC):  # libzmq leaves the file
+            path = Path(self.endpoint.removeprefix(IPC))
             path.unlink(missing_ok=True)
-            if path.parent.name.startswith(_DIRECTORY_PREFIX):
+            if path.parent.name.startswith(SOCKET_DIR_PREFIX):
                 with contextlib.suppress(OSError):  # not empty, or its maker removed it
                     path.parent.rmdir()
 
@@ -214,57 +201,13 @@ class _Gate:
             self._monitor.close()
 
 
-def validate_endpoint(endpoint: str, *, has_keys: bool = False) -> str:
-    """The endpoint itself. ValueError unless it is ipc://, tcp:// on the loopback interface, or,
-    with CURVE keys, any tcp://."""
-    reason = _refusal(endpoint, has_keys=has_keys)
-    if reason is not None:
-        raise ValueError(
-            f"--ssd-endpoint {endpoint}: {reason}; allowed are ipc:///path of a socket, "
-            f"tcp://127.0.0.1:port and, with {SECRET_FLAG} and {PEERS_FLAG}, tcp://host:port"
-        )
-    return endpoint
-
-
 def _refuse_taken_path(endpoint: str) -> None:
     """libzmq would take an ipc path over from a live drafter, which then hears nobody."""
-    if not endpoint.startswith(_IPC):
+    if not endpoint.startswith(IPC):
         return
     with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
-        if probe.connect_ex(endpoint.removeprefix(_IPC)) == 0:
-            raise ValueError(f"endpoint {endpoint}: another process listens there")
-
-
-def unique_ipc_endpoint() -> str:
-    """A fresh ipc:// endpoint in a new directory that only this user may enter (mode 0700).
-
-    The DrafterSocket that binds it removes both at close.
-    """
-    return f"{_IPC}{tempfile.mkdtemp(prefix=f'{_DIRECTORY_PREFIX}{os.getpid()}-')}/drafter"
-
-
-def _refusal(endpoint: str, *, has_keys: bool) -> str | None:
-    if endpoint.startswith(_IPC):
-        path = endpoint.removeprefix(_IPC)
-        if not path.startswith("/"):
-            return "not an absolute path"
-        if len(os.fsencode(path)) > _MAX_IPC_PATH:
-            return f"the path is longer than {_MAX_IPC_PATH} bytes"
-        return None
-    if not endpoint.startswith("tcp://"):
-        return "unknown kind of endpoint"
-    try:
-        parts = urlsplit(endpoint)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        return str(error)
-    if host not in _LOOPBACK_HOSTS and not has_keys:
-        return f"host {host} is not the loopback interface, and there are no keys"
-    if not host:
-        return "no host"
-    if port is None or parts.path:
-        return "no port"
-    return None
+        if probe.connect_ex(endpoint.removeprefix(IPC)) == 0:
+            raise ValueError(f"{endpoint!r}: another process listens there")
 
 
 def _open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -11,7 +11,7 @@ import pytest
 from harness.drafter_faults import assert_ends_at_start, strike_in_mid_stream
 from harness.reference import Reference
 from harness.server import Server, ServerPool, ServerSpec
-from sglang_ssd.config import SettingsError, SsdConfig, build_config
+from sglang_ssd.config import SettingsError, SsdConfig, build_config, from_texts
 
 TIMES = [name for name in SsdConfig.__struct_fields__ if name.endswith(("_ms", "_s"))]
 
@@ -30,7 +30,7 @@ def test_fr_27_bad_times(value: str) -> None:
     """Red when a time that means "for ever" or "never" is accepted."""
     for name in TIMES:
         with pytest.raises(SettingsError, match=f"--ssd-{name.replace('_', '-')} '?{value}"):
-            build_config({name: value}, from_text=True)
+            build_config(from_texts({name: value}))
 
 
 def test_fr_27_absent_at_start(target: Path, pool: ServerPool) -> None:
