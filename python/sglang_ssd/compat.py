@@ -52,6 +52,19 @@ HOOKED: dict[str, tuple[str, ...]] = {
         "out_cache_loc",
         "batch_size",
     ),
+    "sglang.srt.session.session_controller.Session.create_req": (
+        "self",
+        "req",
+        "tokenizer",
+        "vocab_size",
+        "eos_token_ids",
+        "disagg_mode",
+        "req_factory",
+    ),
+    "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req": (
+        "self",
+        "req",
+    ),
     "sglang.srt.utils.numa_utils.init_threads_binding": ("numa_index", "world_size"),
 }
 """Every function that a hook of ours is put on, with the parameters it was written for."""

@@ -9,13 +9,14 @@ import pytest
 from sglang.srt import runtime_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ssd.target import algorithm, hooks
+from sglang_ssd.target import algorithm, hooks, session_hooks
 
 
 @pytest.fixture(autouse=True)
 def plain_server(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SimpleNamespace(speculative_algorithm=None)
     monkeypatch.setattr(hooks, "get_spec", lambda: spec)
+    monkeypatch.setattr(session_hooks, "get_spec", lambda: spec)
     monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
 
 
@@ -41,3 +42,9 @@ def test_stops_are_looked_for_as_before() -> None:
 
 def test_request_rows_keep_their_width() -> None:
     assert algorithm.widen_request_rows(9) == 9
+
+
+def test_sessions_keep_what_sglang_keeps() -> None:
+    """None of their attributes is as much as looked at."""
+    session_hooks.forget_behind_the_end(object())
+    session_hooks.forget_kv_of_the_last_token(True, object(), object())
