@@ -263,7 +263,9 @@ class ServerPool:
         if server is None or not server.alive():
             while len(self._live) >= self._max_live:
                 self._live.pop(next(iter(self._live))).stop()
-            server = self.start(spec).wait_until_ready()
+            server = self.start(spec)
+            self._live[spec] = server  # before it is ready, so that stop_all ends it in any case
+            server.wait_until_ready()
         self._live[spec] = server
         return server
 

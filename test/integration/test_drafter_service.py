@@ -71,7 +71,7 @@ def test_sync_drafts_with_k_forwards_and_does_nothing_else(rule: DraftRule) -> N
 
 
 def test_a_prompt_is_prefilled_in_slices_while_others_are_served() -> None:
-    """Neither starves: rounds go on at full hit rate, and every K + 1 forwards a slice passes."""
+    """Neither starves: rounds go on at full hit rate, and slices and branch steps take turns."""
     target = target_of(prefill_slice_tokens=20)
     target.open("live", PROMPT)
     target.run_until_idle()
@@ -93,7 +93,7 @@ def test_a_prompt_is_prefilled_in_slices_while_others_are_served() -> None:
         rounds += 1
     slices = [count for kind, count in target.model.calls if kind == "extend" and count > 1]
     assert max(slices) <= 20
-    assert rounds <= len(LONG) / 20 + 2
+    assert rounds <= len(LONG) / (3 * 20) + 2
     assert target.loop.status().prefill_tokens >= len(LONG) - 20
 
 

@@ -11,10 +11,11 @@
 
 One forward per loop step and the socket is polled in between, so an outcome that arrives in the
 middle of a build is seen after the pass in flight: the losers are freed, the winner is finished
-alone. Forwards for rows that a target is waiting for come first; a slice comes when nothing else is
-to be done, and at the latest after num_steps + 1 forwards of the other kinds, and is no longer than
-they are (pace.py). Nothing here blocks for longer than one forward, except an idle drafter, which
-sleeps in the poll.
+alone. Forwards for rows that a target is waiting for come first: then a slice lets num_steps + 1 of
+them pass. While nobody waits, slices and other forwards take turns, for a branch that is missing
+costs a row one round's drafts and a prompt that is not read costs it all of them. A slice is about
+as long as the other forwards (pace.py). Nothing here blocks for longer than one forward, except an
+idle drafter, which sleeps in the poll.
 """
 
 from __future__ import annotations
@@ -57,7 +58,6 @@ from sglang_ssd.wire.transport import DrafterTransport, FromTarget
 
 logger = logging.getLogger(__name__)
 
-_PATIENT_FORWARDS = 4  # times num_steps + 1: the forwards of owed rows that a due slice lets pass
 _SEED_LIMIT = 1 << 63
 _MAX_PEERS = 256
 
@@ -342,8 +342,7 @@ class DraftLoop:
         return partial(self._prefill_slice, prompts) if prompts else None
 
     def _slice_is_due(self, seq: Sequence, *, is_owed: bool) -> bool:
-        patience = (seq.limits.num_steps + 1) * (_PATIENT_FORWARDS if is_owed else 1)
-        return self._forwards_since_slice >= patience
+        return self._forwards_since_slice >= (seq.limits.num_steps + 1 if is_owed else 1)
 
     def _feed(self, seqs: list[Sequence], name: str) -> None:
         self._drafting.stats.jit_steps += name == "decode"
