@@ -66,6 +66,7 @@ ITEMS: dict[str, tuple[str, ...]] = {
         "test/e2e/test_observability.py",
         "test/e2e/test_operator.py",
         "test/e2e/test_sessions.py",
+        "test/e2e/test_trace.py",
     ),
     "sampled-identity": ("test/e2e/test_sampled_identity.py",),
     "law": ("test/e2e/test_sampling_law.py",),

@@ -1,0 +1,46 @@
+"""--ssd-trace of a running server: both processes on one clock, from the first prefill on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from harness.client import Request, generate
+from harness.prompts import load_prompts
+from harness.server import ServerPool
+from timeline import (
+    BRANCH_STEP,
+    DRAFTER,
+    PREFILL,
+    PREFILL_SLICE,
+    TARGET,
+    VERIFY,
+    WAIT,
+    read_trace,
+    select,
+)
+
+
+def test_both_prefill_at_once_and_rounds_follow(
+    pool: ServerPool, spec_for: Any, tmp_path: Path
+) -> None:
+    """Red when the drafter hears of a prompt only behind its last chunk, or a process, a kind of
+    span or the common clock is missing in the trace."""
+    trace = tmp_path / "trace.json"
+    chunked = ("--chunked-prefill-size", "32")
+    server = pool.take(spec_for("self", flags=chunked, settings=(("trace", str(trace)),)))
+    prompts = load_prompts(server.spec.model, 8)
+    long = tuple(token for prompt in prompts for token in prompt.input_ids)
+    generate(server.url, Request(long, {"max_new_tokens": 24, "ignore_eos": True}))
+    server.stop()
+    spans = read_trace(trace)
+    chunks = select(spans, TARGET, PREFILL)[-(len(long) // 32) :]
+    slices = [
+        span for span in select(spans, DRAFTER, PREFILL_SLICE) if span.start >= chunks[0].start
+    ]
+    assert len(chunks) > 4
+    assert slices[0].start < chunks[2].end
+    rounds = select(spans, TARGET, VERIFY, since=chunks[-1].end)
+    assert len(rounds) >= 24 // (server.spec.num_steps + 1)
+    assert select(spans, TARGET, WAIT, since=chunks[-1].end)
+    assert select(spans, DRAFTER, BRANCH_STEP, since=chunks[-1].end)
