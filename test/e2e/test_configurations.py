@@ -13,7 +13,7 @@ from harness.configurations import TABLE, Row, spec_of
 from harness.draws import FILTERS, assert_same_draws, seeded
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.rounds import MIN_ON_TIME, RoundCounter
+from harness.rounds import RoundCounter, assert_on_time
 from harness.server import Server, ServerPool
 from sglang_ssd.config import SsdConfig
 
@@ -53,7 +53,7 @@ def test_greedy_output_in_every_configuration(
         found = max(found, len(assert_same(reference, requests[: len(answers)], answers)))
     rounds = counter.since()
     figures.update(rounds.summary(), rounding=found)
-    assert rounds.on_time_rate >= MIN_ON_TIME
+    assert_on_time(rounds)
 
 
 def _one_by_one_streamed_and_batched(server: Server, requests: list[Request]) -> list[list[Answer]]:
@@ -89,7 +89,7 @@ def test_ordinary_speculative_decoding(
     rounds = counter.since()
     figures.update(rounds.summary(), rounding=len(found))
     assert set(rounds.served) <= {"sync", "prefill"}
-    assert rounds.on_time_rate >= MIN_ON_TIME
+    assert_on_time(rounds)
     assert rounds.correct_drafts > 0
     if kind == "self":
         assert rounds.accept_length("sync") >= 0.95 * (server.spec.num_steps + 1)

@@ -12,7 +12,7 @@ from harness.client import Request, generate, generate_all, generate_copies
 from harness.draws import FILTERS, NUM_TOKENS, assert_same_draws, seeded
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.rounds import MIN_ON_TIME, RoundCounter
+from harness.rounds import RoundCounter, assert_on_time
 from harness.server import Server, ServerPool
 from harness.size import Size
 
@@ -35,7 +35,7 @@ def test_seeds_give_the_same_tokens_as_without_drafts(
         figures[f"{name} rounding"] = assert_same_draws(drafts_off, cases, answers)
     rounds = counter.since()
     figures.update(rounds.summary(), seeds=size.num_seeds)
-    assert rounds.on_time_rate >= MIN_ON_TIME
+    assert_on_time(rounds)
     if kind == "self":
         assert rounds.correct_drafts > 0
 

@@ -11,7 +11,7 @@ from harness.client import Request, generate_all
 from harness.draws import FILTERS, assert_same_draws, seeded
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.rounds import MIN_ON_TIME, RoundCounter
+from harness.rounds import RoundCounter, assert_on_time
 from harness.server import ServerPool
 
 
@@ -39,6 +39,6 @@ def test_three_ranks_give_the_tokens_of_one(
         figures[f"{name} rounding"] = assert_same_draws(drafts_off, draws, answers)
     rounds = counter.since()
     figures.update(rounds.summary())
-    assert rounds.on_time_rate >= MIN_ON_TIME
+    assert_on_time(rounds)
     if kind != "random":
         assert rounds.correct_drafts > 0

@@ -154,7 +154,8 @@ class Server:
         self.verify_and_commit(rids, self.client.collect(rids))
         stats = self.client.stats
         assert stats.hits + stats.misses + sum(stats.plain_decode.values()) == stats.rows
-        assert stats.on_time_rows + stats.missing_rows + stats.plain_rows == stats.rows
+        asked = stats.on_time_rows + stats.missing_rows + stats.prefill_rows
+        assert asked + stats.plain_rows == stats.rows
 
     def verify_and_commit(self, rids: list[str], drafts: list[list[int]]) -> None:
         new_tokens = [self.verify(rid, row) for rid, row in zip(rids, drafts, strict=True)]

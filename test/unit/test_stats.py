@@ -23,7 +23,8 @@ def test_hits_misses_and_plain_rows_are_all_rows() -> None:
     assert (stats.hits, stats.misses) == (3, 2)
     assert stats.plain_decode == {"prefill": 1, "late": 2, "opt_out": 1, "batch_size": 1}
     assert stats.hits + stats.misses + sum(stats.plain_decode.values()) == stats.rows
-    assert (stats.on_time_rows, stats.missing_rows, stats.plain_rows) == (5, 3, 2)
+    assert (stats.on_time_rows, stats.missing_rows) == (5, 2)
+    assert (stats.plain_rows, stats.prefill_rows) == (2, 1)
 
 
 def test_every_reply_in_time_falls_into_one_class() -> None:
@@ -37,7 +38,7 @@ def test_every_reply_in_time_falls_into_one_class() -> None:
 def test_summary_has_the_rates() -> None:
     summary = summarize(filled())
     assert summary["hit_rate"] == 3 / 5
-    assert summary["on_time_rate"] == 5 / 8
+    assert summary["on_time_rate"] == 5 / 7
     assert summary["accept_length"] == 1.6
     assert summary["accept_lens"] == {"5": 1, "1": 2, "3": 1}
     assert summarize(ClientStats())["hit_rate"] == 0.0

@@ -87,9 +87,14 @@ class ClientStats(msgspec.Struct):
         return sum(self.plain_decode.get(cause, 0) for cause in NOT_WANTED)
 
     @property
+    def prefill_rows(self) -> int:
+        """Rows whose prompt the drafter was still reading."""
+        return self.plain_decode.get("prefill", 0)
+
+    @property
     def missing_rows(self) -> int:
         """Rows that were to have drafts and went without: late, or for another cause."""
-        return self.rows - self.on_time_rows - self.plain_rows
+        return self.rows - self.on_time_rows - self.plain_rows - self.prefill_rows
 
     def count_served(self, served: Served) -> None:
         """A row whose reply was there in time."""
@@ -124,6 +129,7 @@ def summarize(stats: ClientStats) -> dict[str, object]:
         **msgspec.to_builtins(stats),
         "on_time_rows": stats.on_time_rows,
         "missing_rows": stats.missing_rows,
+        "prefill_rows": stats.prefill_rows,
         "plain_rows": stats.plain_rows,
         "hit_rate": stats.hits / max(1, stats.hits + stats.misses),
         "on_time_rate": stats.on_time_rows / max(1, stats.on_time_rows + stats.missing_rows),
