@@ -191,14 +191,11 @@ class SSDWorker(BaseSpecWorker):
 
     def _collect_drafts(self, batch: ScheduleBatch) -> Drafts:
         """This round's drafts: rank 0 waits for them, at most the deadline, and tells all ranks."""
-        packed = torch.zeros((len(batch.reqs), self._num_steps + 1), dtype=torch.int64)
+        rows: list[list[int]] = [[] for _ in batch.reqs]
         if self._client is not None:
             rows = self._client.collect([req.rid for req in batch.reqs])
-            for index, drafts in enumerate(rows):
-                packed[index, 0] = len(drafts)
-                if drafts:
-                    packed[index, 1 : len(drafts) + 1] = torch.tensor(drafts)
-        packed = packed.to(self._device)
+        padded = [[len(row), *row, *[0] * (self._num_steps - len(row))] for row in rows]
+        packed = torch.tensor(padded, dtype=torch.int64, device=self._device)  # [B, 1 + K]
         if self._tp_group.world_size > 1:
             packed = self._tp_group.broadcast(packed, src=0)
         return Drafts(
