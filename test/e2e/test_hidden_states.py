@@ -41,7 +41,8 @@ def test_hidden_states_of_a_run(
         assert have.num_correct_drafts > 0, f"{case} was decoded plainly"
         expected = [_rows(one) for one in want.meta_info.get("hidden_states", [])]
         got = [_rows(one) for one in have.meta_info.get("hidden_states", [])]
-        assert [rows.shape for rows in got] == [rows.shape for rows in expected]
+        # A prefill gives the rows that no cache had, so their number may differ.
+        assert [rows[-1].shape for rows in got] == [rows[-1].shape for rows in expected]
         if case.options.get("return_hidden_states") is True:
             assert len(got) == len(have.output_ids)
         for a, b in zip(expected, got, strict=True):
