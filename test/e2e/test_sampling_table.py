@@ -20,10 +20,11 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from harness.client import Answer, Request, generate, generate_all, generate_copies
 from harness.draws import assert_same_draws
+from harness.grammars import SCHEMA, assert_keeps_to
 from harness.processors import serialized
-from harness.prompts import STORY, tokenizer_of
+from harness.prompts import STORY, encode, tokenizer_of
 from harness.reference import Reference, assert_same
-from harness.server import Server, ServerPool
+from harness.server import Server, ServerPool, ServerSpec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
 VERDICTS = ("speculates", "decodes plainly", "HTTP 400", "at start", "no influence")
@@ -104,17 +105,19 @@ REFUSED: dict[str, Fields] = {
 }
 
 ELSEWHERE = {
-    "text": "test_clients.py",
-    "input_ids": "every test",
-    "sampling_params": "every test",
-    "n": "below, and test_sampled_identity.py",
-    "return_hidden_states": "test_hidden_states.py: the server needs a flag for it",
-    "require_reasoning": "acts through the grammar alone",
-    "max_thinking_tokens": "acts through the grammar alone",
-    "session_params": "test_life_cycle.py",
-    "input_embeds": "below: plain",
-    "positional_embed_overrides": "no client can send one: SGLang makes them itself",
+    "text": "test_bad_requests.py",
+    "input_ids": "test_operator.py",
+    "sampling_params": "test_operator.py",
+    "n": "test_sampled_identity.py",
+    "session_params": "test_operator.py",
+    "return_hidden_states": "test_hidden_states.py",
+    "require_reasoning": "test_sampling_table.py",
+    "max_thinking_tokens": "test_sampling_table.py",
+    "input_embeds": "test_sampling_table.py",
 }
+"""Files whose tests send what needs another server, or another kind of test."""
+
+NEVER_SENT = {"positional_embed_overrides": "no client can send one: SGLang makes them itself"}
 
 
 def table() -> dict[str, str]:
@@ -142,11 +145,19 @@ def test_every_verdict_has_an_example() -> None:
     """Red when a row is added without a proof."""
     shown = {
         "speculates": {*PARAMS, *SAMPLED, *OPTIONS, *ELSEWHERE},
-        "decodes plainly": {*ELSEWHERE},
+        "decodes plainly": {*ELSEWHERE, *NEVER_SENT},
         "HTTP 400": {*REFUSED},
     }
     for name, verdict in table().items():
         assert name in shown.get(verdict, {name}), f"{name}: {verdict}"
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_the_file_that_is_named_sends_it(name: str) -> None:
+    """Red when a test that is pointed to is moved, or no longer asks for the parameter."""
+    text = (Path(__file__).parent / ELSEWHERE[name]).read_text()
+    pointer = f'    "{name}": "{ELSEWHERE[name]}",'
+    assert f'"{name}": ' in text.replace(pointer, "")
 
 
 @pytest.fixture
@@ -253,32 +264,6 @@ def test_what_decodes_plainly(server: Server, reference: Reference, story: tuple
     assert plain_rows(server) == before + sum(len(answer.output_ids) - 1 for answer in answers)
 
 
-def test_embeddings_decode_plainly(server: Server, story: tuple[int, ...]) -> None:
-    """Red when a prompt of embeddings is mirrored as the ids that stand in for it."""
-    embedding = _embedding_rows(server, story)
-    body = {
-        "input_embeds": embedding,
-        "sampling_params": {"temperature": 0.0, "max_new_tokens": 12},
-    }
-    reply = http.post(f"{server.url}/generate", json=body, timeout=600)
-    if reply.status_code == 400:
-        assert "disable-radix-cache" in reply.text
-        return
-    answer = reply.json()
-    assert answer["meta_info"].get("spec_num_correct_drafts", 0) == 0
-    expected = generate(server.url, Request(story, {"max_new_tokens": 12}))
-    assert answer["text"] == expected.text
-
-
-def _embedding_rows(server: Server, ids: tuple[int, ...]) -> list[list[float]]:
-    from safetensors import safe_open
-
-    path = next(Path(server.spec.model).glob("*.safetensors"))
-    with safe_open(path, framework="pt") as weights:
-        table_rows = weights.get_slice("model.embed_tokens.weight")
-        return [table_rows[token : token + 1][0].float().tolist() for token in ids]
-
-
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str, streamed: bool, server: Server, story: tuple[int, ...]) -> None:
@@ -299,3 +284,67 @@ def test_what_is_refused(name: str, streamed: bool, server: Server, story: tuple
         message = reply.json()["error"]["message"]
     assert name.removesuffix("_start_len").removeprefix("routed_") in message
     assert server.healthy()
+
+
+def test_embeddings_decode_plainly(pool: ServerPool, spec_for: Any, story: tuple[int, ...]) -> None:
+    """Red when a prompt of embeddings is mirrored as the ids that stand in for it.
+
+    SGLang takes embeddings only without its prefix cache.
+    """
+    server = pool.get(spec_for("self", flags=("--disable-radix-cache",)))
+    story = encode(server.spec.model, STORY)
+    body = {
+        "input_embeds": _embedding_rows(server, story),
+        "sampling_params": {"temperature": 0.0, "max_new_tokens": 12},
+    }
+    before = plain_rows(server)
+    reply = http.post(f"{server.url}/generate", json=body, timeout=600)
+    assert reply.status_code == 200, reply.text
+    answer = reply.json()
+    assert answer["meta_info"].get("spec_num_correct_drafts", 0) == 0
+    assert plain_rows(server) - before == answer["meta_info"]["completion_tokens"] - 1
+    plainly = {"max_new_tokens": 12, "custom_params": {"ssd": False}}
+    assert answer["text"] == generate(server.url, Request(story, plainly)).text
+
+
+def test_reasoning_and_its_budget(
+    target: Path, pool: ServerPool, reference_pool: ServerPool, spec_for: Any
+) -> None:
+    """Red when a verify's rows count the thinking tokens of other rows, or a grammar begins early
+    or late behind the thought."""
+    flags = ("--reasoning-parser", "qwen3", "--enable-strict-thinking")
+    server = pool.get(spec_for("self", flags=flags))
+    plain = ServerSpec(model=str(target), flags=(*flags, "--disable-overlap-schedule"))
+    reference = Reference(reference_pool, plain)
+    story = encode(server.spec.model, STORY)
+    constrained = {"max_new_tokens": 60, "json_schema": SCHEMA}
+    cases = [
+        *(
+            Request(story, constrained, {"require_reasoning": True, "max_thinking_tokens": budget})
+            for budget in (0, 3, 9)
+        ),
+        Request(
+            story, {"max_new_tokens": 24}, {"require_reasoning": True, "max_thinking_tokens": 5}
+        ),
+        Request(story, {"max_new_tokens": 24}, {"require_reasoning": True}),
+        Request(story, constrained),
+    ]
+    answers = generate_all(server.url, cases, concurrency=len(cases))
+    assert_same(reference, cases, answers)
+    for case, want, have in zip(cases, reference.answers(cases), answers, strict=True):
+        assert have.num_correct_drafts > 0, f"{case} was decoded plainly"
+        assert have.meta_info["reasoning_tokens"] == want.meta_info["reasoning_tokens"]
+    for answer in answers[:3]:
+        _, end, constrained_text = answer.text.partition("</think>")
+        assert end, answer.text
+        if answer.finish["type"] == "stop":
+            assert_keeps_to(cases[0].params, constrained_text)
+
+
+def _embedding_rows(server: Server, ids: tuple[int, ...]) -> list[list[float]]:
+    from safetensors import safe_open
+
+    path = next(Path(server.spec.model).glob("*.safetensors"))
+    with safe_open(path, framework="pt") as weights:
+        table_rows = weights.get_slice("model.embed_tokens.weight")
+        return [table_rows[token : token + 1][0].float().tolist() for token in ids]
