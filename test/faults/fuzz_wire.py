@@ -5,7 +5,9 @@
 Messages are damaged by their structure (fields, columns, counts, tags, versions, ids of another
 width) and, the smaller part, by their bytes, so that many pass the header and meet what is behind.
 They arrive at a DraftLoop and a DraftClient that serve requests meanwhile, under the name of the
-honest target as well as of a vandal. Prints a table and, as the last line, one JSON object.
+honest target as well as of a vandal. Prints a table and, as the last line, one JSON object; fails
+if a text is wrong, an end crashes or counts other refusals than the decoder alone makes, or memory
+grows by more than 20 MB after the first quarter of the frames.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ PER_TURN = 40
 """Frames between two rounds of the requests that are served meanwhile."""
 TRACED = 4000
 """Frames under the branch trace, which is slow."""
+MAX_GROWTH_MB = 20.0
+"""As in soak.py."""
 
 _OVERSIZE = bytes(wire_frames.MAX_FRAME_BYTES + 1)
 
@@ -283,6 +287,11 @@ class Run(msgspec.Struct):
     rounds: int
     resident_growth_mb: float
 
+    def failures(self) -> list[str]:
+        if self.resident_growth_mb <= MAX_GROWTH_MB:
+            return []
+        return [f"memory grew by {self.resident_growth_mb:.1f} MB, allowed are {MAX_GROWTH_MB:g}"]
+
 
 def fuzz(num_frames: int, seed: int) -> Run:
     """num_frames at each end; AssertionError if anything but the frames went wrong."""
@@ -309,10 +318,11 @@ def fuzz(num_frames: int, seed: int) -> Run:
         if not server.unfinished():
             server.expect_plain_texts()
             right += len(server.texts)
-            _check_counters(wire, tallies)
+            _check_counters(wire, server, tallies)
             server.begin_again(*server.texts)
         if sent <= num_frames // 4:
             resident = _resident_mb()
+    _check_counters(wire, server, tallies)
     return Run(
         tallies=tallies,
         branches_taken=len(branches.taken),
@@ -337,12 +347,14 @@ def _post(wire: FakeWire, direction: Direction, batch: list[list[bytes]], *, van
         wire.post(direction, peer, frames)
 
 
-def _check_counters(wire: FakeWire, tallies: dict[str, Tally]) -> None:
-    """The drafter's end has refused what the decoder alone refuses, by the same causes."""
+def _check_counters(wire: FakeWire, server: Server, tallies: dict[str, Tally]) -> None:
+    """Each end has refused what the decoder alone refuses, by the same causes."""
     wire.wait()
-    refused = wire.drafter.stats.refused
-    assert refused == tallies["to_drafter"].refused, "counters of the drafter's end do not add up"
-    assert sum(refused.values()) == wire.drafter.stats.malformed
+    server.client.look()
+    ends = {"to_drafter": wire.drafter.stats, "to_target": server.client.transport_stats}
+    for name, stats in ends.items():
+        assert stats.refused == tallies[name].refused, f"refusals {name} do not add up"
+        assert sum(stats.refused.values()) == stats.malformed
 
 
 def _decoder_functions() -> list[FunctionType]:
@@ -372,7 +384,11 @@ def main() -> None:
     )
     for way in run.missed:
         print(f"branch never taken: {way}")
-    finish("fuzz_wire", args, msgspec.structs.asdict(run))
+    failures = run.failures()
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    finish("fuzz_wire", args, {**msgspec.structs.asdict(run), "failures": failures})
+    sys.exit(1 if failures else 0)
 
 
 def _shown(counts: dict[str, int]) -> str:

@@ -15,3 +15,4 @@ def test_malformed_frames_do_no_harm() -> None:
         assert {"header", "oversize", "schema_version", "columns", "id_frame"} <= set(tally.refused)
     assert run.texts_right > 0
     assert run.missed == []
+    assert run.failures() == []
