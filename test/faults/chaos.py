@@ -38,7 +38,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark"))
 from faults.fuzz_wire import Fuzzer
 from faults.proxy import FaultyProxy
 from harness.client import Answer, Request, generate, generate_all
+from harness.draws import draw_gap
 from harness.prompts import load_prompts
+from harness.reference import MAX_ROUNDING_GAP, PROMPTS_PER_ROUNDING, find_divergence
 from harness.server import Server, ServerSpec
 from report import add_out_flag, finish, print_table
 from sglang_ssd.drafter.process import DrafterHandle, DrafterSettings
@@ -139,7 +141,8 @@ class Load:
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self.num_answers = 0
-        self.different: list[str] = []
+        self.different: list[tuple[int, Answer]] = []
+        """Number of the case, and what came in place of what was expected."""
         self.lost: list[str] = []
         self._threads = [
             threading.Thread(target=self._ask, args=(index,), daemon=True)
@@ -165,19 +168,33 @@ class Load:
             except (requests.RequestException, RuntimeError) as error:
                 self.lost.append(f"case {number}: {error}")
                 return
-            with self._lock:
-                self.num_answers += 1
-                if not answer.same_as(self._expected[number]):
-                    self.different.append(
-                        f"case {number}: {_difference(self._expected[number], answer)}"
-                    )
+            self.compare(number, answer)
             index += IN_FLIGHT + 1
 
+    def compare(self, number: int, answer: Answer) -> None:
+        with self._lock:
+            self.num_answers += 1
+            if not answer.same_as(self._expected[number]):
+                self.different.append((number, answer))
 
-def _difference(expected: Answer, got: Answer) -> str:
-    pairs = zip(expected.output_ids, got.output_ids, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), -1)
-    return f"differs at token {at} of {len(expected.output_ids)}/{len(got.output_ids)}"
+    def wrong_answers(self, server: Server) -> list[str]:
+        """Differences that are more than rounding, and what is too often to be rounding."""
+        gaps = [(n, self._gap(server, n, answer)) for n, answer in self.different]
+        wrong = [f"case {n} differs by {gap:g}" for n, gap in gaps if gap > MAX_ROUNDING_GAP]
+        rounded = {n for n, gap in gaps if gap <= MAX_ROUNDING_GAP}
+        if len(rounded) > max(1, len(self._cases) // PROMPTS_PER_ROUNDING):
+            wrong.append(f"too many cases differ to be rounding: {sorted(rounded)}")
+        return wrong
+
+    def _gap(self, server: Server, number: int, answer: Answer) -> float:
+        case, expected = self._cases[number], self._expected[number]
+        if answer.output_ids == expected.output_ids:
+            return float("inf")  # the text or the reason of the end
+        if case.params.get("temperature"):
+            return draw_gap(server, case, expected, answer)
+        prompt = [int(token) for token in case.prompt]
+        divergence = find_divergence(server, number, prompt, expected, answer)
+        return divergence.gap if divergence is not None else 0.0
 
 
 class Chaos:
@@ -343,6 +360,9 @@ class Result(msgspec.Struct, frozen=True):
     outcomes: list[Outcome]
     num_answers: int
     different: list[str]
+    """Answers that differ by more than rounding."""
+    num_different: int
+    """Answers that differ at all."""
     lost: list[str]
     rows: dict[str, int]
     hit_share: float
@@ -394,9 +414,10 @@ def run(model: str, num_faults: int, seed: int) -> Result:
             table.write_text(json.dumps(_sequences(cases, expected)))
             chaos = Chaos(lambda: hits_of(server), proxy, drafter, seed)
             chaos.restart_drafter()  # so that it reads the table
-            generate_all(server.url, cases, concurrency=IN_FLIGHT)
-            before, counts = Count.of(server), status_of(server)
             load = Load(server.url, cases, expected)
+            for number, answer in enumerate(generate_all(server.url, cases, concurrency=IN_FLIGHT)):
+                load.compare(number, answer)
+            before, counts = Count.of(server), status_of(server)
             start = time.monotonic()
             load.start()
             outcomes = _inflict_all(chaos, schedule(num_faults, seed), load)
@@ -405,11 +426,12 @@ def run(model: str, num_faults: int, seed: int) -> Result:
             return Result(
                 outcomes=outcomes,
                 num_answers=load.num_answers,
-                different=load.different,
                 lost=load.lost,
                 rows=rows,
                 hit_share=rows["hits"] / max(1, sum(rows.values())),
                 leftovers=leftovers(server, f"ipc://{folder}/back", drafter, before),
+                different=load.wrong_answers(server),
+                num_different=len(load.different),
                 seconds=time.monotonic() - start,
             )
 

@@ -43,20 +43,26 @@ def assert_same_draws(
         if want.output_ids == have.output_ids:
             assert want.text == have.text
             continue
-        pairs = list(zip(want.output_ids, have.output_ids, strict=False))
-        position = next(i for i, (a, b) in enumerate([*pairs, (-1, -2)]) if a != b)
-        assert position < len(pairs), f"{case}: one answer is a prefix of the other"
-        gap = perturbed_gap(
-            drafts_off.server,
-            prefix=[*case.prompt, *want.output_ids[:position]],  # type: ignore[list-item]
-            seed=case.params["sampling_seed"],
-            temperature=case.params["temperature"],
-            tokens=pairs[position],
-        )
-        assert gap <= MAX_ROUNDING_GAP, f"{case} differs at {position} by {gap}: {want} {have}"
+        gap = draw_gap(drafts_off.server, case, want, have)
+        assert gap <= MAX_ROUNDING_GAP, f"{case} differs by {gap}: {want} {have}"
         num_ties += 1
     assert num_ties <= max(1, len(cases) // PROMPTS_PER_ROUNDING)
     return num_ties
+
+
+def draw_gap(server: Server, case: Request, want: Answer, have: Answer) -> float:
+    """Between the scores of the first tokens that differ; inf if one answer is cut short."""
+    pairs = list(zip(want.output_ids, have.output_ids, strict=False))
+    position = next(i for i, (a, b) in enumerate([*pairs, (-1, -2)]) if a != b)
+    if position == len(pairs):
+        return float("inf")
+    return perturbed_gap(
+        server,
+        prefix=[*case.prompt, *want.output_ids[:position]],  # type: ignore[list-item]
+        seed=case.params["sampling_seed"],
+        temperature=case.params["temperature"],
+        tokens=pairs[position],
+    )
 
 
 def perturbed_gap(
@@ -64,7 +70,7 @@ def perturbed_gap(
 ) -> float:
     """|score(a) - score(b)| of two candidates for the token after prefix, score = log p + noise.
 
-    The server is a plain one; its logprobs are of the unfiltered distribution at temperature 1.
+    The server says it of a prefill, with the unfiltered distribution at temperature 1.
     """
     request = Request(
         prompt=tuple(prefix),

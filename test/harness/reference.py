@@ -48,36 +48,46 @@ class Reference:
             self._answers.update(zip(missing, found, strict=True))
         return [self._answers[_key(request)] for request in requests]
 
-    def divergence(
-        self, index: int, prompt: Sequence[int], expected: Answer, got: Answer
-    ) -> Divergence | None:
-        """First difference of the tokens, None if there is none."""
-        pairs = list(_zip_longest(expected.output_ids, got.output_ids))
-        position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if position is None:
-            return None
-        a, b = pairs[position]
-        gap = float("inf")
-        if a is not None and b is not None:
-            prefix = (*prompt, *expected.output_ids[:position])
-            gap = abs(self._logprob_difference(prefix, a, b))
-        return Divergence(index=index, position=position, expected=a, got=b, gap=gap)
 
-    def _logprob_difference(self, prefix: tuple[int, ...], first: int, second: int) -> float:
-        request = Request(
-            prompt=prefix,
-            params={"max_new_tokens": 1},
-            options={"return_logprob": True, "token_ids_logprob": [first, second]},
-        )
-        meta = generate(self.server.url, request).meta_info
-        values = {token: logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
-        return float(values[first] - values[second])
+def find_divergence(
+    server: Server, index: int, prompt: Sequence[int], expected: Answer, got: Answer
+) -> Divergence | None:
+    """First difference of the tokens, None if there is none; the server says how close it was."""
+    pairs = list(_zip_longest(expected.output_ids, got.output_ids))
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if position is None:
+        return None
+    a, b = pairs[position]
+    gap = float("inf")
+    if a is not None and b is not None:
+        prefix = (*prompt, *expected.output_ids[:position])
+        gap = abs(_logprob_difference(server, prefix, a, b))
+    return Divergence(index=index, position=position, expected=a, got=b, gap=gap)
+
+
+def _logprob_difference(server: Server, prefix: tuple[int, ...], first: int, second: int) -> float:
+    request = Request(
+        prompt=prefix,
+        params={"max_new_tokens": 1},
+        options={"return_logprob": True, "token_ids_logprob": [first, second]},
+    )
+    meta = generate(server.url, request).meta_info
+    values = {token: logprob for logprob, token, *_ in meta["output_token_ids_logprobs"][0]}
+    return float(values[first] - values[second])
 
 
 def assert_same(
-    reference: Reference, requests: Sequence[Request], got: Sequence[Answer]
+    reference: Reference,
+    requests: Sequence[Request],
+    got: Sequence[Answer],
+    *,
+    max_gap: float = MAX_ROUNDING_GAP,
+    num_rounded: int | None = None,
 ) -> list[Divergence]:
-    """Assert that the answers are the reference's; returns the differences that were rounding."""
+    """Assert that the answers are the reference's; returns the differences that were rounding.
+
+    Of those there may be num_rounded; left out, one in PROMPTS_PER_ROUNDING.
+    """
     expected = reference.answers(requests)
     found: list[Divergence] = []
     for index, (request, want, have) in enumerate(zip(requests, expected, got, strict=True)):
@@ -86,12 +96,12 @@ def assert_same(
         assert not isinstance(request.prompt, str), (
             f"{request}: {want.text!r} {want.finish} became {have.text!r} {have.finish}"
         )
-        divergence = reference.divergence(index, request.prompt, want, have)
+        divergence = find_divergence(reference.server, index, request.prompt, want, have)
         assert divergence is not None, f"{request}: {want.finish} became {have.finish}"
         found.append(divergence)
-    wrong = [d for d in found if d.gap > MAX_ROUNDING_GAP]
+    wrong = [d for d in found if d.gap > max_gap]
     assert not wrong, f"not the reference's tokens: {wrong}"
-    allowed = max(1, len(requests) // PROMPTS_PER_ROUNDING)
+    allowed = max(1, len(requests) // PROMPTS_PER_ROUNDING) if num_rounded is None else num_rounded
     assert len(found) <= allowed, f"too many to be rounding: {found}"
     return found
 
