@@ -28,26 +28,35 @@ FIGURES_ENV = "SSD_E2E_FIGURES"
 EVERY_CHANGE = frozenset(
     {
         "test_bad_input.py",
+        "test_bad_requests.py",
         "test_clients.py",
         "test_compat.py",
         "test_greedy_identity.py",
         "test_stops_of_a_run.py",
     }
 )
-"""Files whose tests run for every change. A server takes a minute to start on two cores, so the
-other files, which need several servers or many answers, are marked slow: ./run-tests -m slow."""
+"""Files whose tests run for every change although they need servers: these few share them."""
+SERVERS = frozenset({"pool", "reference_pool"})
 
 Figures = dict[str, Any]
 SpecFor = Callable[..., ServerSpec]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow: ./run-tests leaves it out, ./run-tests -m slow runs it.
+
+    A server takes a minute to start on two cores, so a test is slow if it asks for one of a pool
+    and its file is not in EVERY_CHANGE. What asks for none runs for every change, in whichever
+    file it stands; if it takes long all the same, as by starting servers of its own, it is marked
+    where it stands.
+    """
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.sglang)
             item.add_marker(pytest.mark.model)
-            if item.path.name not in EVERY_CHANGE:
+            needs_server = SERVERS & set(getattr(item, "fixturenames", ()))
+            if needs_server and item.path.name not in EVERY_CHANGE:
                 item.add_marker(pytest.mark.slow)
 
 

@@ -1,16 +1,97 @@
-"""Two minutes of test/faults/chaos.py."""
+"""A minute of test/faults/chaos.py, and a server's own drafter killed over and over."""
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pytest
+
 from faults import chaos
+from harness.client import generate_all
+from harness.drafter_faults import assert_drafts_again, wait_until_ready
+from harness.idle import assert_drained
+from harness.reference import Reference
+from harness.server import Server, ServerPool
+
+NUM_KILLS = 12
+QUICK_RESTARTS = (
+    ("restart_delay_s", 0.1),
+    ("restart_delay_max_s", 0.4),
+    ("restart_healthy_s", 1.0),
+)
 
 
-def test_faults_cost_speed_and_nothing_else(target: Path, figures: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "num_faults",
+    [pytest.param(8, id="a-minute"), pytest.param(16, id="two-minutes", marks=pytest.mark.slow)],
+)
+def test_faults_cost_speed_and_nothing_else(
+    num_faults: int, target: Path, figures: dict[str, Any]
+) -> None:
     """Red when a fault changes or loses an answer, keeps hits away, or leaves something behind."""
-    result = chaos.run(str(target), num_faults=16, seed=2)
+    result = chaos.run(str(target), num_faults=num_faults, seed=2)
     figures.update(hit_share=result.hit_share, answers=result.num_answers, rows=result.rows)
     assert result.failures() == []
-    assert len(result.outcomes) == 16
+    assert len(result.outcomes) == num_faults
+
+
+@pytest.mark.timeout(3600)
+def test_a_dozen_drafters_die_under_load(
+    pool: ServerPool, reference: Reference, spec_for: Any
+) -> None:
+    """Red when a server's own drafter is not started again, changes or loses an answer by its
+    death, or leaves a process, an open file or a sequence.
+
+    Every other one is killed while it still loads.
+    """
+    server = pool.take(spec_for("noisy", settings=QUICK_RESTARTS))
+    try:
+        cases = chaos.make_cases(server.spec.model)
+        expected = generate_all(server.url, cases, concurrency=chaos.IN_FLIGHT)
+        before = chaos.Count.of(server)
+        load = chaos.Load(server.url, cases, expected)
+        load.start()
+        killed = []
+        for index in range(NUM_KILLS):
+            if index % 2 == 0:
+                wait_until_ready(server)
+            else:
+                time.sleep(0.5 * index)
+            killed.append(kill_drafter(server))
+        wait_until_ready(server)
+        load.stop()
+        assert load.lost == []
+        assert load.wrong_answers(server) == []
+        assert len(set(killed)) == NUM_KILLS
+        assert_drafts_again(server, reference)
+        assert_drained(server)
+        assert not any(psutil.pid_exists(pid) for pid in killed)
+        chaos.wait_until(lambda: chaos.Count.of(server).fds <= before.fds, "as few open files")
+        assert chaos.Count.of(server).processes == before.processes
+    finally:
+        server.stop()
+
+
+def kill_drafter(server: Server) -> int:
+    """The pid of the one that was killed."""
+    chaos.wait_until(lambda: bool(drafters(server)), "a drafter")
+    (drafter,) = drafters(server)
+    drafter.send_signal(signal.SIGKILL)
+    chaos.wait_until(lambda: drafter not in drafters(server), "the death of a drafter")
+    return drafter.pid
+
+
+def drafters(server: Server) -> list[psutil.Process]:
+    return [process for process in server.family() if "sglang_ssd.drafter" in command_of(process)]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Empty if it has gone meanwhile."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []

@@ -16,6 +16,8 @@ import environment
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow  # the demo starts a server
+
 ROOT = Path(__file__).parents[2]
 
 

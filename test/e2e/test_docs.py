@@ -125,6 +125,7 @@ class Reader:
             process.wait(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["user_guide.md", "operations.md"])
 def test_the_commands_run(page: str, target: Path, tmp_path: Path) -> None:
     """Red when a command of the docs fails, or a server of it does not come up."""

@@ -67,5 +67,6 @@ def test_every_supported_class_with_small_random_weights(name: str, tmp_path: Pa
     assert_right(largest_differences(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_demo_model(target: Path) -> None:
     assert_right(largest_differences(target))

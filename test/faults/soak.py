@@ -75,10 +75,11 @@ class Run(msgspec.Struct, frozen=True):
     samples: list[Sample]
     requests: dict[str, int]
     failures: list[str]
+    warm_up_share: float
 
     def settled(self) -> list[Sample]:
         """What came after the warm-up."""
-        begin = WARM_UP_SHARE * self.samples[-1].seconds
+        begin = self.warm_up_share * self.samples[-1].seconds
         return [sample for sample in self.samples if sample.seconds >= begin]
 
     def growth_mb(self, process: str) -> float:
@@ -178,7 +179,7 @@ class Load:
         requests.post(f"{self._server.url}/abort_request", json={"rid": rid}, timeout=60)
 
 
-def soak(server: Server, seconds: float, seed: int) -> Run:
+def soak(server: Server, seconds: float, seed: int, warm_up_share: float) -> Run:
     """Load the server for that long, then look whether it is as it was."""
     probe = Request(load_prompts(server.spec.model, 1)[0].input_ids, {"max_new_tokens": 32})
     before = generate(server.url, probe)
@@ -199,7 +200,12 @@ def soak(server: Server, seconds: float, seed: int) -> Run:
         time.sleep(LEASE_S)
         live = server.ssd()["live_sequences"]
         failures += [f"{live} sequences left"] * bool(live)
-    return Run(samples=samples, requests=dict(load.requests), failures=failures)
+    return Run(
+        samples=samples,
+        requests=dict(load.requests),
+        failures=failures,
+        warm_up_share=warm_up_share,
+    )
 
 
 def resident_mb(server: Server) -> dict[str, float]:
@@ -234,7 +240,9 @@ def slowdown_of(ssd: Run) -> list[str]:
     return [f"{last:.1f} tokens a second in the last third, {first:.1f} in the first"]
 
 
-def run(model: str, drafter: str, minutes: float, seed: int) -> tuple[Run, Run]:
+def run(
+    model: str, drafter: str, minutes: float, seed: int, warm_up_share: float = WARM_UP_SHARE
+) -> tuple[Run, Run]:
     """The server without speculation, then the one with SSD."""
     runs = []
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
@@ -243,7 +251,7 @@ def run(model: str, drafter: str, minutes: float, seed: int) -> tuple[Run, Run]:
             server = Server(spec, log_path=Path(folder) / "server.log")
             try:
                 server.wait_until_ready()
-                runs.append(soak(server, 60 * minutes, seed))
+                runs.append(soak(server, 60 * minutes, seed, warm_up_share))
             finally:
                 server.stop()
     return runs[0], runs[1]
@@ -283,7 +291,7 @@ def plot(plain: Run, ssd: Run, path: Path) -> None:
                 [sample.resident_mb[process] - begin for sample in one.samples],
                 label=f"{name}: {process}",
             )
-    axes.axvspan(0, WARM_UP_SHARE * ssd.samples[-1].seconds / 60, alpha=0.1, label="warm-up")
+    axes.axvspan(0, ssd.warm_up_share * ssd.samples[-1].seconds / 60, alpha=0.1, label="warm-up")
     axes.set(xlabel="minutes of load", ylabel="resident memory, MB beyond the warm-up")
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -19,7 +19,11 @@ NUM_STEPS = 4
 CHUNK = 16
 SHARED: dict[str, Any] = {
     "num_steps": NUM_STEPS,
-    "flags": ("--chunked-prefill-size", str(CHUNK), "--enable-metrics"),
+    "flags": (
+        *("--chunked-prefill-size", str(CHUNK)),
+        "--enable-metrics",
+        *("--decode-log-interval", "8"),  # an average is brought up to date as often
+    ),
     "settings": (("allow_padded_vocab", True),),
 }
 TURNS = ("server", "struck_server", "last_server", "serial_server")

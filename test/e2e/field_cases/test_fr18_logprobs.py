@@ -81,6 +81,22 @@ def test_fr_18_sampled(kind: DrafterKind, server: Server, drafts_off: Reference)
     assert_drafted(kind, answers)
 
 
+def test_fr_18_ruled(kind: DrafterKind, serial_server: Server, reference: Reference) -> None:
+    """Red when a row's logprobs are of before its penalties or its grammar's mask, or of those of
+    another row."""
+    story = encode(serial_server.spec.model, STORY)
+    penalties = {"frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.2}
+    rules: tuple[dict[str, Any], ...] = (penalties, {"regex": "( [a-z]+){9,}"})
+    cases = [Request(story, {"max_new_tokens": 24, **rule}, ALL) for rule in rules]
+    answers = generate_all(serial_server.url, cases)
+    assert_same(reference, cases, answers)
+    assert_drafted(kind, answers)
+    for want, have in zip(reference.answers(cases), answers, strict=True):
+        assert len(have.meta_info["output_token_logprobs"]) == len(have.output_ids)
+        if want.output_ids == have.output_ids:
+            assert_same_logprobs(want, have)
+
+
 def test_fr_18_openai(server: Server, reference: Reference) -> None:
     """Red when `logprobs: 0` gives none, or an answer's tokens and logprobs differ in number."""
     for num_ranked in (0, 2):
