@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -180,6 +181,52 @@ CASES = (
         "--ssd-target-cores '0-9999': no core {missing_cores} here; this process may use "
         "{lent_cores}",
     ),
+    refused_config(
+        "drafter-cores",
+        {"drafter_cores": "0-9999"},
+        "--ssd-drafter-cores '0-9999': no core {missing_cores} here; this process may use "
+        "{lent_cores}",
+    ),
+    Case(
+        "other-key",
+        config={"endpoint": "ipc:///run/drafter", "peer_keys": "/nowhere/drafter.key"},
+        says=(
+            "--ssd-peer-keys: needs --ssd-secret-key as well",
+            "--ssd-peer-keys /nowhere/drafter.key: Invalid certificate file: /nowhere/drafter.key",
+        ),
+    ),
+    Case(
+        "keys-without-endpoint",
+        config={"secret_key": "/nowhere/key_secret", "peer_keys": "/nowhere/drafter.key"},
+        says=(
+            "--ssd-secret-key: needs --ssd-endpoint as well",
+            "--ssd-secret-key /nowhere/key_secret: [Errno 2] No such file or directory: "
+            "'/nowhere/key_secret'",
+            "--ssd-peer-keys /nowhere/drafter.key: Invalid certificate file: /nowhere/drafter.key",
+        ),
+    ),
+    refused_config(
+        "device",
+        {"drafter_device": "gpu"},
+        "--ssd-drafter-device 'gpu': must be auto, cpu, cuda or cuda:N",
+    ),
+    refused_config(
+        "trace",
+        {"trace": "/nowhere/trace.json"},
+        "--ssd-trace '/nowhere/trace.json': must be a file in an existing folder, or left out",
+    ),
+    refused(
+        *("attention-context", "--tp-size", "2", "--attn-cp-size", "2"),
+        says="--attn-cp-size 2: must be 1",
+    ),
+    refused(
+        *("decode-context", "--tp-size", "2", "--dcp-size", "2"),
+        says="--dcp-size 2: must be 1",
+    ),
+    refused(
+        *("lora-paths", "--lora-paths", "a=/nowhere/lora"),
+        says="--lora-paths ['a=/nowhere/lora']: must be left out",
+    ),
     Case(
         "all-at-once",
         ("--speculative-num-steps", "40", "--page-size", "8"),
@@ -275,6 +322,17 @@ def test_every_row_of_the_support_table(
     assert said == expected
 
 
+def test_every_value_that_is_not_served_is_tried() -> None:
+    """Red when a setting of SGLang is refused from now on, and nothing here asks for it."""
+    from sglang_ssd.target.algorithm import ALLOWED_ON_CPU, ALLOWED_VALUES
+
+    said = [line for case in CASES for line in case.says]
+    said += [row.shown for row in SUPPORT if row.state == "refused"]
+    tried = {line.split(" ")[0] for line in said}
+    for field in (*ALLOWED_VALUES, *ALLOWED_ON_CPU):
+        assert "--" + field.replace("_", "-") in tried
+
+
 def test_unchecked_rows_are_not_refused_elsewhere() -> None:
     """Red when a row is called unchecked although we refuse it on every platform."""
     from sglang_ssd.target.algorithm import ALLOWED_VALUES
@@ -286,12 +344,22 @@ def test_unchecked_rows_are_not_refused_elsewhere() -> None:
             assert not set(row.flags) & refused_everywhere, row.feature
 
 
+def sources_of(test: Path) -> str:
+    """A test with what it takes from the harness, and the fixtures beside it."""
+    text = test.read_text()
+    harness = Path(__file__).parents[1] / "harness"
+    parts = [harness / f"{name}.py" for name in re.findall(r"^from harness\.(\w+)", text, re.M)]
+    return "\n".join([text, *(path.read_text() for path in (*parts, test.parent / "conftest.py"))])
+
+
 def test_supported_rows_name_a_test_that_uses_them() -> None:
     """Red when a row's test is renamed, or no longer asks for what the row says."""
     for row in support_rows():
         assert row.state in STATES
         if row.state == "supported":
-            assert (Path(__file__).parent / row.shown).exists(), row.feature
+            text = sources_of(Path(__file__).parent / row.shown)
+            for word in row.flags:
+                assert word.isdecimal() or f'"{word}"' in text, f"{row.feature}: {word}"
 
 
 def launch(flags: list[str], **env: str) -> subprocess.CompletedProcess[str]:
@@ -314,8 +382,8 @@ def test_launcher_refuses_its_own_flags_with_everything_else(target: Path) -> No
         "sglang-ssd: --speculative-algorithm SSD cannot start:",
         "  --speculative-num-steps 40: must be 1 to 16",
         "  --ssd-mode 'fast': must be one of async, off, sync",
-        "  --ssd-reply-deadline-ms '-5': must be a number above 0",
         "  --ssd-fan-out three: must be a list, each a whole number of at least 0",
+        "  --ssd-reply-deadline-ms '-5': must be a number above 0",
     ]
 
 

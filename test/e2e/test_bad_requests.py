@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -57,11 +58,59 @@ def test_generate_refuses_with_the_whole_reason(server: Server, case: BadRequest
     assert json.loads(first.removeprefix("data: "))["error"]["message"] == case.says
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_openai_refuses_with_the_whole_reason(server: Server, stream: bool) -> None:
-    """Red when the OpenAI endpoints take what /generate refuses."""
-    body = {"model": "any", "prompt": "Hello", "custom_params": {"ssd": "no"}, "stream": stream}
-    answer = http.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert "custom_params ssd 'no': must be true or false" in answer.text
-    if not stream:
+OPENAI = {
+    "completions": {"prompt": "Hello"},
+    "chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", OPENAI)
+def test_openai_refuses_with_the_whole_reason(server: Server, path: str, stream: bool) -> None:
+    """Red when the OpenAI endpoints take what /generate refuses, or say less."""
+    body = {"model": "any", "stream": stream, **OPENAI[path]}
+    experts = "return_routed_experts"
+    opt_out = "custom_params ssd 'no': must be true or false"
+    cases = (
+        ({"custom_params": {"ssd": "no"}}, opt_out),
+        ({experts: True}, f"{experts} True: {NOT_SERVED}"),
+        (
+            {experts: True, "custom_params": {"ssd": "no"}},
+            f"{experts} True: {NOT_SERVED}; {opt_out}",
+        ),
+    )
+    for fields, says in cases:
+        answer = http.post(f"{server.url}/v1/{path}", json={**body, **fields}, timeout=60)
         assert answer.status_code == 400
+        assert answer.json()["message"] == says
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ('{"modelpath": "x"}', "Object contains unknown field `modelpath`"),
+        ('{"model_path": 5}', "Expected `str | null`, got `int` - at `$.model_path`"),
+        ("{", "Input data was truncated"),
+        ("[]", "Expected `object`, got `array`"),
+    ],
+    ids=["unknown-field", "wrong-type", "cut-off", "no-object"],
+)
+def test_reload_refuses_a_body(server: Server, body: str, says: str) -> None:
+    """Red when a misspelt field reloads the present model instead."""
+    answer = http.post(f"{server.url}/ssd/reload_drafter", data=body, timeout=60)
+    assert answer.status_code == 400
+    whole = f"body of /ssd/reload_drafter: {says}; known are model_path, revision"
+    assert answer.json() == {"error": {"message": whole}}
+
+
+def test_reload_refuses_a_model(server: Server, tmp_path: Path) -> None:
+    """Red when a checkpoint that can be seen to be none ends the drafter that serves."""
+    before = server.ssd()["drafter_pid"]
+    for path in (tmp_path / "nowhere", tmp_path):
+        missing = path if path != tmp_path else tmp_path / "config.json"
+        body = {"model_path": str(path)}
+        answer = http.post(f"{server.url}/ssd/reload_drafter", json=body, timeout=60)
+        assert answer.status_code == 400
+        assert answer.json() == {"error": {"message": f"draft model: {missing} is missing"}}
+    assert server.ssd()["drafter_pid"] == before
+    assert server.ssd()["state"] == "ready"

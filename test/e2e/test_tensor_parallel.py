@@ -26,7 +26,9 @@ def test_three_ranks_give_the_tokens_of_one(
     figures: dict[str, Any],
 ) -> None:
     """Red when ranks see different drafts or draw for themselves: they hang, or speak junk."""
-    server = pool.get(spec_for(kind, flags=("--tp", "3"), settings=(("reply_deadline_ms", 3000),)))
+    server = pool.get(
+        spec_for(kind, flags=("--tp-size", "3"), settings=(("reply_deadline_ms", 3000),))
+    )
     cases = [
         Request(prompt.input_ids, {"max_new_tokens": 32})
         for prompt in load_prompts(server.spec.model, 8)
