@@ -14,15 +14,27 @@ KERNELS = ROOT / "kernels" / "sglang_ssd_kernels"
 PARTS = {
     "core": ({"core"}, {"torch", "numpy", "msgspec", "sglang_ssd_kernels"}),
     "wire": ({"core", "wire"}, {"msgspec", "zmq"}),
+    "platform": ({"platform", "config"}, {"torch", "msgspec", "sglang", "sglang_ssd_kernels"}),
+    "drafter": (
+        {"core", "wire", "platform", "config", "trace", "drafter"},
+        {"torch", "numpy", "msgspec", "psutil", "sglang"},
+    ),
+    "target": (
+        {"core", "wire", "platform", "config", "trace", "compat", "drafter", "target"},
+        {"torch", "msgspec", "sglang", "fastapi", "prometheus_client"},
+    ),
 }
+FILES = {
+    "config.py": {"wire"},
+    "trace.py": set(),
+    "compat.py": set(),
+    "keys.py": set(),
+}
+"""What these may import of the project."""
 MAY_IMPORT_SGLANG = (
-    "plugin.py",
-    "compat.py",
     "launch_server.py",
     "platform",
     "target",
-    "models",
-    "drafter/process.py",
     "drafter/runner.py",
     "drafter/__main__.py",
 )
@@ -49,15 +61,30 @@ def roots(modules: set[str]) -> set[str]:
     return {module.split(".")[0] for module in modules}
 
 
+def parts_of_ours(modules: set[str]) -> set[str]:
+    return {module.split(".")[1] for module in modules if module.startswith("sglang_ssd.")}
+
+
 @pytest.mark.parametrize("part", PARTS)
-def test_core_and_wire_import_only_what_they_may(part):
+def test_a_part_imports_only_what_it_may(part):
     own_parts, outside = PARTS[part]
     for path in sources(PACKAGE / part):
         modules = imported_modules(path)
         foreign = roots(modules) - set(sys.stdlib_module_names) - outside - {"sglang_ssd"}
         assert not foreign, f"{path} imports {foreign}"
-        ours = {m.split(".")[1] for m in modules if m.startswith("sglang_ssd.")}
+        ours = parts_of_ours(modules)
         assert ours <= own_parts, f"{path} imports {ours - own_parts}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_imports_only_what_it_may(name):
+    assert parts_of_ours(imported_modules(PACKAGE / name)) <= FILES[name]
+
+
+def test_every_part_and_file_has_a_rule():
+    entries = {"__init__.py", "plugin.py", "launch_server.py"}
+    assert {path.name for path in PACKAGE.glob("*.py")} == {*FILES, *entries}
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= set(PARTS)
 
 
 @pytest.mark.parametrize(("part", "other"), [("drafter", "target"), ("target", "drafter")])
