@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,21 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from harness.benchmark import bench_serving
+from harness.benchmark import Backend, bench_serving
 from harness.client import Request, generate
 from harness.frontend import CITIES, introduce, run_batch, run_streamed, tour
+from harness.grammars import SCHEMA
 from harness.reference import Reference
 from harness.server import Server, ServerPool
 
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
 MESSAGES: Any = [{"role": "user", "content": "Name three rivers of Europe."}]
 
 
@@ -28,9 +38,8 @@ def _client(server: Server) -> OpenAI:
 
 
 def _chat(server: Server, **options: Any) -> Any:
-    return _client(server).chat.completions.create(
-        model="default", messages=MESSAGES, temperature=0, max_tokens=40, **options
-    )
+    full = {"model": "default", "messages": MESSAGES, "temperature": 0, "max_tokens": 40, **options}
+    return _client(server).chat.completions.create(**full)
 
 
 def test_openai_chat(server: Server, reference: Reference) -> None:
@@ -47,6 +56,71 @@ def test_openai_chat_streamed(server: Server, reference: Reference) -> None:
     pieces = [chunk.choices[0].delta.content or "" for chunk in _chat(server, stream=True)]
     assert "".join(pieces) == whole
     assert len(pieces) > 3
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stop": {"stop": ["\n", "."]},
+    "logit-bias": {"logit_bias": {"28": -6, "260": 3}},
+    "tools": {"tools": [TOOL]},
+    "schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "city", "schema": json.loads(SCHEMA)},
+        }
+    },
+    "json": {"response_format": {"type": "json_object"}},
+    "penalties": {"frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "seed": {"seed": 7, "temperature": 0.9, "top_p": 0.9},
+    "copies": {"seed": 7, "temperature": 1.0, "n": 3},
+}
+
+
+def _told(chat: Any) -> Any:
+    """What a chat answer says, without what is another every time."""
+    choices = [
+        (c.index, c.message.content, c.message.tool_calls, c.finish_reason) for c in chat.choices
+    ]
+    return choices, chat.usage.prompt_tokens, chat.usage.completion_tokens
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_openai_options(name: str, server: Server, reference: Reference) -> None:
+    """Red when an option of the client means something else under speculation.
+
+    A server without shared noise draws other tokens from a seed, so a drawn answer is compared with
+    that of plain decode on the same server.
+    """
+    options = OPTIONS[name]
+    if "seed" in options:
+        plainly = {"custom_params": {"ssd": False}}
+        want = _told(_chat(server, extra_body=plainly, **options))
+    else:
+        want = _told(_chat(reference.server, **options))
+    assert _told(_chat(server, **options)) == want
+
+
+def test_openai_chat_logprobs(server: Server, reference: Reference) -> None:
+    """Red when a chat answer's logprobs lose tokens of a run, or rank them otherwise."""
+    options = {"logprobs": True, "top_logprobs": 2}
+    want, have = (
+        _chat(one, **options).choices[0].logprobs.content for one in (reference.server, server)
+    )
+    assert [one.token for one in have] == [one.token for one in want]
+    for a, b in zip(want, have, strict=True):
+        assert b.logprob == pytest.approx(a.logprob, abs=1e-3)
+        ranked = [one.logprob for one in b.top_logprobs]
+        assert ranked == pytest.approx([one.logprob for one in a.top_logprobs], abs=1e-3)
+
+
+def test_openai_usage_at_the_end_of_a_stream(server: Server, reference: Reference) -> None:
+    """Red when the tokens of a run are counted as one, or the chunk of usage does not come."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    want, have = (
+        [chunk.usage for chunk in _chat(one, **options) if chunk.usage is not None][-1]
+        for one in (reference.server, server)
+    )
+    assert have.completion_tokens == want.completion_tokens
+    assert have.prompt_tokens == want.prompt_tokens
 
 
 def test_openai_completion_with_logprobs(server: Server, reference: Reference) -> None:
@@ -85,11 +159,28 @@ def test_frontend_program_streamed(server: Server, reference: Reference) -> None
     assert have.text() == want.text()
 
 
-def test_stock_serving_benchmark(server: Server, tmp_path: Path, figures: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("backend", "streamed"),
+    [
+        pytest.param("sglang", True, id="generate"),
+        pytest.param("sglang", False, id="generate-whole", marks=pytest.mark.slow),
+        pytest.param("sglang-oai", True, id="completions", marks=pytest.mark.slow),
+        pytest.param("sglang-oai", False, id="completions-whole", marks=pytest.mark.slow),
+        pytest.param("sglang-oai-chat", True, id="chat", marks=pytest.mark.slow),
+        pytest.param("sglang-oai-chat", False, id="chat-whole", marks=pytest.mark.slow),
+    ],
+)
+def test_stock_serving_benchmark(
+    backend: Backend, streamed: bool, server: Server, tmp_path: Path, figures: dict[str, Any]
+) -> None:
     """Red when SGLang's own benchmark cannot run against the server or finds no accept length."""
-    accept_length, _ = bench_serving(server, tmp_path, num_prompts=6, num_tokens=24)
+    accept_length, found = bench_serving(
+        server, tmp_path, num_prompts=6, num_tokens=24, backend=backend, streamed=streamed
+    )
     figures["accept_length"] = accept_length
     assert accept_length > 3
+    assert found["completed"] == 6
+    assert found["total_output_tokens"] == 6 * 24
 
 
 def test_request_errors_are_sglangs_own(server: Server, reference: Reference) -> None:

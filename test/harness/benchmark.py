@@ -7,21 +7,31 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from harness.server import Server
 
+Backend = Literal["sglang", "sglang-oai", "sglang-oai-chat"]
+"""/generate, /v1/completions and /v1/chat/completions."""
+
 
 def bench_serving(
-    server: Server, folder: Path, *, num_prompts: int, num_tokens: int
+    server: Server,
+    folder: Path,
+    *,
+    num_prompts: int,
+    num_tokens: int,
+    backend: Backend = "sglang",
+    streamed: bool = True,
 ) -> tuple[float, dict[str, Any]]:
     """The accept length that it printed, and all that it wrote down."""
     result = folder / "bench.jsonl"
-    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"]
+    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", backend]
     command += ["--base-url", server.url, "--model", server.spec.model]
     command += ["--dataset-name", "random-ids", "--num-prompts", str(num_prompts)]
     command += ["--max-concurrency", "4", "--random-range-ratio", "1"]
     command += ["--random-input-len", "32", "--random-output-len", str(num_tokens)]
+    command += [] if streamed else ["--disable-stream"]
     command += ["--output-details", "--output-file", str(result)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
