@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from sglang_ssd.drafter.checkpoint import CheckpointError, check_weights, read_shape
+from sglang_ssd.drafter.checkpoint import (
+    CheckpointError,
+    check_local,
+    check_weights,
+    read_shape,
+)
+from sglang_ssd.drafter.process import DrafterSettings, check_model
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -89,3 +95,40 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no weights"):
         check_weights(tmp_path, load_format="auto")
     check_weights(tmp_path, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    """A folder in a file's place, because nothing is unreadable to root."""
+    write_config(tmp_path)
+    write_weights(tmp_path / "model.safetensors")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=name):
+        check_local(tmp_path, load_format="auto")
+
+
+def test_a_name_that_no_file_can_have_is_refused_or_left_to_the_loader() -> None:
+    long = "x" * 300
+    with pytest.raises(CheckpointError, match=long):
+        check_model(DrafterSettings(model_path=f"/{long}"))
+    check_model(DrafterSettings(model_path=long))
+
+
+@pytest.mark.parametrize("field", ["num_attention_heads", "num_hidden_layers", "head_dim"])
+def test_a_size_of_nothing_is_refused(tmp_path: Path, field: str) -> None:
+    """Red when the sizes are divided by before they are looked at."""
+    write_config(tmp_path, **{field: 0})
+    with pytest.raises(CheckpointError, match=rf"config\.json.*{field}"):
+        check_local(tmp_path, load_format="dummy")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("text", ["{", '{"x": ' + "[" * 9999 + "]" * 9999 + "}"])
+def test_a_broken_json_file_is_named(tmp_path: Path, name: str, text: str) -> None:
+    write_config(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=name):
+        check_local(tmp_path, load_format="auto")

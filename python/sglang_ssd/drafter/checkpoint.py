@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -16,6 +17,9 @@ SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCaus
 _HEADER_LIMIT = 100 << 20
 _WEIGHTLESS_FORMATS = ("dummy",)
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.gguf")
+
+T = TypeVar("T")
+_Size = Annotated[int, msgspec.Meta(gt=0)]
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,12 +41,12 @@ class CheckpointError(ValueError):
 
 class _Config(msgspec.Struct):
     architectures: list[str]
-    num_hidden_layers: int
-    num_attention_heads: int
-    hidden_size: int
-    max_position_embeddings: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_hidden_layers: _Size
+    num_attention_heads: _Size
+    hidden_size: _Size
+    max_position_embeddings: _Size
+    num_key_value_heads: _Size | None = None
+    head_dim: _Size | None = None
     use_sliding_window: bool = False
 
 
@@ -55,22 +59,23 @@ class _Tensor(msgspec.Struct):
 
 
 def check_local(model_dir: Path, *, load_format: str) -> None:
-    """CheckpointError unless a supported model is there, whole."""
-    if not model_dir.is_dir():
-        raise CheckpointError(f"draft model: {model_dir} is missing")
-    read_shape(model_dir)
-    check_weights(model_dir, load_format=load_format)
+    """CheckpointError unless a supported model is there, whole and readable."""
+    try:
+        if not model_dir.is_dir():
+            raise CheckpointError(f"draft model: {model_dir} is missing")
+        read_shape(model_dir)
+        check_weights(model_dir, load_format=load_format)
+    except OSError as error:  # names the file
+        raise CheckpointError(f"draft model: {error}") from error
 
 
 def read_shape(model_dir: Path) -> ModelShape:
     """Sizes of a supported model. CheckpointError for a missing config or another architecture."""
     path = model_dir / "config.json"
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=_Config)
+        config = _decode(path.read_bytes(), _Config, path)
     except FileNotFoundError as error:
         raise CheckpointError(f"draft model: {path} is missing") from error
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(f"draft model: {path}: {error}") from error
     check_architecture(config.architectures)
     if config.use_sliding_window:
         raise CheckpointError(
@@ -100,7 +105,7 @@ def check_weights(model_dir: Path, *, load_format: str) -> None:
         return
     index = model_dir / "model.safetensors.index.json"
     if index.exists():
-        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+        names = set(_decode(index.read_bytes(), _Index, index).weight_map.values())
         files = [model_dir / name for name in sorted(names)]
     else:
         files = sorted(model_dir.glob("*.safetensors"))
@@ -123,12 +128,16 @@ def _check_safetensors(file: Path) -> None:
         header = stream.read(header_len) if header_len < _HEADER_LIMIT else b""
     if len(header) < min(header_len, _HEADER_LIMIT):
         raise CheckpointError(f"draft model: {file} is truncated: {size} bytes, its header is cut")
-    try:
-        fields = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        fields.pop("__metadata__", None)
-        ends = [msgspec.json.decode(raw, type=_Tensor).data_offsets[1] for raw in fields.values()]
-    except msgspec.MsgspecError as error:
-        raise CheckpointError(f"draft model: {file} is no safetensors file: {error}") from error
+    fields = _decode(header, dict[str, msgspec.Raw], file)
+    fields.pop("__metadata__", None)
+    ends = [_decode(raw, _Tensor, file).data_offsets[1] for raw in fields.values()]
     expected = 8 + header_len + max(ends, default=0)
     if size < expected:
         raise CheckpointError(f"draft model: {file} is truncated: {size} of {expected} bytes")
+
+
+def _decode(data: bytes | msgspec.Raw, kind: type[T], file: Path) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"draft model: {file} is not as it should be: {error}") from error

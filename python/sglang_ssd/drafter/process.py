@@ -107,7 +107,8 @@ def settings_for_target(
 def check_model(settings: DrafterSettings) -> None:
     """ValueError if the checkpoint is on this machine and can be seen not to be servable."""
     model_dir = Path(settings.model_path)
-    if model_dir.is_absolute() or model_dir.is_dir():  # otherwise a hub id
+    # Otherwise a hub id. os.path, because Path raises for a name that no file can have.
+    if model_dir.is_absolute() or os.path.isdir(model_dir):
         check_local(model_dir, load_format=settings.load_format)
 
 
