@@ -42,7 +42,7 @@ PARAMS: list[dict[str, Any]] = [
     {},
     {"frequency_penalty": 0.3, "presence_penalty": -0.7},
     {"repetition_penalty": 1.3, "frequency_penalty": 2.0},
-    {"min_new_tokens": 9, "stop_token_ids": [7, 8]},
+    {"min_new_tokens": 9, "stop_token_ids": [7, 8, VOCAB]},
     {"presence_penalty": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 6},
 ]
 OUTPUTS = [[3], [5, 5, 9, 260], [], [1, 2, 3, 4, 5, 6, 7], [8, 8, 8, 8]]

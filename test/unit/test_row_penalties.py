@@ -97,6 +97,15 @@ def test_only_this_requests_rows_change():
     assert changed == [[2, 0, 0], [2, 0, 4], [2, 1, 0], [2, 1, 4], [2, 1, 6]]
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB, VOCAB + 1, 2**40])
+def test_a_stop_token_of_no_vocabulary_forbids_nothing(token):
+    """Red when a client that names one as a stop token ends the scheduler."""
+    logits = torch.ones(1, VOCAB)
+    rule = Rule(min_new_tokens=2)
+    penalise_rows(logits, rule=rule, output=OutputHistory(), runs=[[]], stop_tokens={token, 3})
+    assert (logits[0] != 1).nonzero().flatten().tolist() == [3]
+
+
 @pytest.mark.parametrize(
     ("rule", "penalised"),
     [

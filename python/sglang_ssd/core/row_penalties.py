@@ -88,10 +88,15 @@ def penalise_rows(
         if len(tokens):
             _penalise(rows, rule, tokens, occurrences)
     too_short = [len(output.tokens) + len(run) < rule.min_new_tokens for run in runs]
-    if any(too_short) and stop_tokens:
-        masked = torch.tensor(sorted(stop_tokens), dtype=torch.int64, device=rows.device)
+    if any(too_short) and (columns := known_tokens(stop_tokens, vocab_size=rows.shape[1])):
+        masked = torch.tensor(columns, dtype=torch.int64, device=rows.device)
         where = torch.tensor(too_short, device=rows.device)[:, None]
         rows[:, masked] = rows[:, masked].masked_fill_(where, -torch.inf)
+
+
+def known_tokens(tokens: Iterable[int], *, vocab_size: int) -> list[int]:
+    """Those that have a logit: a client may name any number as a stop token."""
+    return sorted(token for token in tokens if 0 <= token < vocab_size)
 
 
 def row_occurrences(

@@ -64,10 +64,8 @@ def _shape_rows(
 ) -> None:
     rule, vocab_size = seq.rule, rows.shape[1]
     if is_penalised(rule):
-        stop_tokens = [token for token in rule.stop_tokens if token < vocab_size]
-        penalise_rows(
-            rows, rule=rule, output=seq.committed_output(), runs=runs, stop_tokens=stop_tokens
-        )
+        output = seq.committed_output()
+        penalise_rows(rows, rule=rule, output=output, runs=runs, stop_tokens=rule.stop_tokens)
     # A target's vocabulary may be padded beyond the drafter's.
     bias = [
         pair

@@ -22,6 +22,7 @@ import torch
 from sglang_ssd.core.row_penalties import (
     OutputHistory,
     is_penalised,
+    known_tokens,
     penalise_rows,
     penalty_terms,
     row_occurrences,
@@ -208,4 +209,5 @@ def _fill_dense(
     scaling.fill_(1.0)
     additive[columns], scaling[columns] = (term[0].to(additive.device) for term in terms)
     if len(output.tokens) < params.min_new_tokens:
-        additive[list(stop_tokens(req))] = -torch.inf
+        columns = known_tokens(stop_tokens(req), vocab_size=len(additive))
+        additive[columns] = -torch.inf
