@@ -55,6 +55,8 @@ MAX_GROWTH_MB = 20.0
 """As in soak.py."""
 
 _OVERSIZE = bytes(wire_frames.MAX_FRAME_BYTES + 1)
+_NESTED = b"\x91" * 9999
+"""Lists in lists, as msgpack has them."""
 
 EDGES: tuple[Any, ...] = (
     *(-1, 0, 1, 2, 60, 61, 2**31 - 1, 2**31, 2**63 - 1, 2**64 - 1, -(2**63)),
@@ -150,6 +152,8 @@ class Fuzzer:
         ways = [self._field, self._field, self._column, self._column, self._count]
         if rng.random() < 0.002:
             return [*frames, _OVERSIZE]
+        if rng.random() < 0.01:
+            return self._nested(frames)
         ways += [self._id_frame, self._id_frame, self._id_values, self._bytes, self._version]
         damaged: list[bytes] = rng.choice(ways)(list(frames))
         return damaged
@@ -157,7 +161,7 @@ class Fuzzer:
     def _header(self, frames: list[bytes]) -> dict[str, Any] | None:
         try:
             fields = msgspec.msgpack.decode(frames[0][1:])
-        except (msgspec.DecodeError, IndexError):
+        except (msgspec.DecodeError, RecursionError, IndexError):
             return None
         return fields if isinstance(fields, dict) else None
 
@@ -239,6 +243,15 @@ class Fuzzer:
                 header[rng.randrange(len(header))] = rng.randrange(256)
         cut = rng.randrange(len(header) + 1) if rng.random() < 0.3 else len(header)
         return [bytes(header[:cut]), *frames[1:]]
+
+    def _nested(self, frames: list[bytes]) -> list[bytes]:
+        """A field more, deeper than any decoder descends."""
+        fields = self._header(frames)
+        if not fields or len(fields) > 14:  # of a map whose size is in its first byte
+            return frames
+        packed = msgspec.msgpack.encode(fields)
+        header = bytes([packed[0] + 1]) + packed[1:] + b"\xa6deeper" + _NESTED + b"\xc0"
+        return [frames[0][:1] + header, *frames[1:]]
 
     def _version(self, frames: list[bytes]) -> list[bytes]:
         return [

@@ -114,8 +114,9 @@ def test_messages_do_not_pass_in_the_wrong_direction():
         [bytes([SCHEMA_VERSION]) + b"\x93garbage"],
         [bytes([SCHEMA_VERSION]) + msgspec.msgpack.encode({"type": "surprise"})],
         [bytes([SCHEMA_VERSION]) + msgspec.msgpack.encode({"type": "sync", "rid": 5})],
+        [bytes([SCHEMA_VERSION]) + b"\x82\xa1x" + b"\x91" * 9999 + b"\xc0\xa4type\xa7status?"],
     ],
-    ids=["nothing", "empty", "version alone", "not msgpack", "unknown tag", "wrong type"],
+    ids=["nothing", "empty", "version alone", "not msgpack", "unknown tag", "wrong type", "nested"],
 )
 def test_what_is_no_message_is_refused(frames):
     with pytest.raises(ProtocolError):

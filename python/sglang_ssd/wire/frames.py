@@ -100,7 +100,7 @@ def _decode(frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[M]) -> tup
         )
     try:
         message = decoder.decode(memoryview(frames[0])[1:])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:  # the latter: nested without end
         raise ProtocolError(
             cause="header", expected="a message of this direction", got=error
         ) from error
