@@ -16,6 +16,7 @@ from sglang_ssd.wire.frames import (
     encode,
 )
 from sglang_ssd.wire.messages import (
+    MAX_RANK,
     MAX_RULE_TOKENS,
     SCHEMA_VERSION,
     DraftClose,
@@ -178,6 +179,7 @@ def test_columns_of_a_commit_agree(change):
         {"base_committed_lens": [5, -8, 2]},
         {"served": ["hit", "jit"]},
         {"bonus_ranks": [0, -2, -1]},
+        {"bonus_ranks": [0, MAX_RANK + 1, -1]},
         {"generations": [3, 4]},
     ],
 )
@@ -185,6 +187,24 @@ def test_columns_of_a_reply_agree(change):
     message = msgspec.structs.replace(REPLY, **change)
     with pytest.raises(ProtocolError):
         decode_to_target(encode(message, [[1, 2, 3]]))
+
+
+@pytest.mark.parametrize("field", DrafterStatus.__struct_fields__)
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+def test_a_count_that_metrics_cannot_take_is_refused(field, value):
+    """Red when the drafter's own numbers can end the target that exports them."""
+    message = msgspec.structs.replace(STATUS, **{field: value})
+    with pytest.raises(ProtocolError):
+        decode_to_target(encode(message))
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "context_len"])
+def test_a_target_has_a_vocabulary_and_a_context(field):
+    """Red when the drafter is to rank the tokens of none: with padding any size is allowed."""
+    for value in (0, -1):
+        message = msgspec.structs.replace(HELLO, **{field: value}, allow_padded_vocab=True)
+        with pytest.raises(ProtocolError):
+            decode_to_drafter(encode(message))
 
 
 def test_a_wrong_row_is_named():

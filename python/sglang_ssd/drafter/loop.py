@@ -42,6 +42,7 @@ from sglang_ssd.drafter.request_table import Limits, RequestTable, Sequence
 from sglang_ssd.trace import Tracer
 from sglang_ssd.wire.frames import ProtocolError, check_token_ids
 from sglang_ssd.wire.messages import (
+    MAX_RANK,
     DraftClose,
     DrafterStatus,
     DraftRule,
@@ -277,7 +278,7 @@ class DraftLoop:
         if taken is None:
             return
         seq.round_id = round_id
-        seq.bonus_rank = taken.bonus_rank
+        seq.bonus_rank = min(taken.bonus_rank, MAX_RANK)
         seq.answer = plan_answer(
             taken.kind,
             mode=self._config.mode,

@@ -209,5 +209,5 @@ def _fill_dense(
     scaling.fill_(1.0)
     additive[columns], scaling[columns] = (term[0].to(additive.device) for term in terms)
     if len(output.tokens) < params.min_new_tokens:
-        columns = known_tokens(stop_tokens(req), vocab_size=len(additive))
-        additive[columns] = -torch.inf
+        forbidden = known_tokens(stop_tokens(req), vocab_size=len(additive))
+        additive[forbidden] = -torch.inf

@@ -23,7 +23,13 @@ _MOST = (1 << 31) - 1  # sums of a few still fit a message
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 Length = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
-Rank = Annotated[int, msgspec.Meta(ge=-1, le=_MOST)]
+Total = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
+
+MAX_RANK = 1023
+"""Ranks from here on are told as this one, so that a target counts a bounded number of them."""
+
+Rank = Annotated[int, msgspec.Meta(ge=-1, le=MAX_RANK)]
 
 MAX_RULE_TOKENS = 512
 """No list of a DraftRule is longer."""
@@ -70,8 +76,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     schema_version: int
     target_id: str  # unique per server, names the peer in logs
     num_steps: int
-    vocab_size: int  # rows of the target's lm_head
-    context_len: int
+    vocab_size: Length  # rows of the target's lm_head
+    context_len: Length
     token_map_blocks: list[str]  # sha256 of the token strings of ids [1024 * i, 1024 * (i + 1))
     allow_padded_vocab: bool
 
@@ -147,21 +153,21 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="status?"):
 class DrafterStatus(msgspec.Struct, frozen=True, tag="status"):
     """Counters since start, for tests, metrics and the benchmark."""
 
-    live_sequences: int
-    free_slots: int
-    total_slots: int
-    branch_steps: int
-    jit_steps: int
-    prefill_tokens: int
-    hits: int
-    misses: int
-    stale_commits: int
-    protocol_errors: int
-    drafting_seconds: float  # wall time inside drafter forwards
-    branch_step_seconds: float  # of it, inside branch steps
-    dropped_replies: int  # the target's queue was full, or it was gone
-    resident_bytes: int
-    device_bytes: int  # 0 on a CPU
+    live_sequences: Total
+    free_slots: Total
+    total_slots: Total
+    branch_steps: Total
+    jit_steps: Total
+    prefill_tokens: Total
+    hits: Total
+    misses: Total
+    stale_commits: Total
+    protocol_errors: Total
+    drafting_seconds: Seconds  # wall time inside drafter forwards
+    branch_step_seconds: Seconds  # of it, inside branch steps
+    dropped_replies: Total  # the target's queue was full, or it was gone
+    resident_bytes: Total
+    device_bytes: Total  # 0 on a CPU
 
 
 ToDrafter = Hello | DraftSync | VerifyCommit | DraftClose | StatusRequest
