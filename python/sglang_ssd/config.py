@@ -121,7 +121,11 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ),
     ] = 100.0
     start_timeout_s: Annotated[
-        Positive, _help("Longest wait for the drafter to come up; past it the server stops.")
+        Positive,
+        _help(
+            "Longest wait for the drafter to come up; past it the server stops at its start, and "
+            "later another drafter is started."
+        ),
     ] = 180.0
     lease_s: Annotated[
         Positive, _help("The drafter frees a sequence of which it has not heard for this long.")

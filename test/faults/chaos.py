@@ -104,7 +104,7 @@ class Drafter:
         self.supervisor = DrafterSupervisor(
             self._start,
             DrafterSettings(model_path="lookup", endpoint=endpoint),
-            RestartPace(delay_s=0.1, delay_max_s=0.4, healthy_s=1.0),
+            RestartPace(delay_s=0.1, delay_max_s=0.4, healthy_s=1.0, start_timeout_s=60.0),
         )
         self.supervisor.start()
 

@@ -121,6 +121,20 @@ def test_the_config_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config(seen) == config
 
 
+def test_a_child_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when it lives on and keeps the endpoint from the next one."""
+    children: list[subprocess.Popen[str]] = []
+
+    def no_thread(process: subprocess.Popen[str], **kwargs: object) -> None:
+        children.append(process)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("sglang_ssd.drafter.process.DrafterHandle", no_thread)
+    with pytest.raises(RuntimeError, match="new thread"):
+        start_drafter(DrafterSettings(model_path="/no/such/model"), SsdConfig())
+    assert children[0].returncode == -signal.SIGKILL
+
+
 CHILD = """
 import os, sys, time
 from sglang_ssd.drafter.__main__ import _tie_to_parent

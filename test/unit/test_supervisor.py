@@ -6,14 +6,17 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from sglang_ssd.drafter.process import DrafterSettings
+from sglang_ssd.target.reload import ReloadRequest, is_superseded, reload_drafter
 from sglang_ssd.target.supervisor import DrafterSupervisor, RestartPace
 
 PATIENCE_S = 10.0
-QUICK = RestartPace(delay_s=0.01, delay_max_s=0.04, healthy_s=1000.0)
+QUICK = RestartPace(delay_s=0.01, delay_max_s=0.04, healthy_s=1000.0, start_timeout_s=1000.0)
 
 
 class Process:
@@ -109,7 +112,9 @@ def test_one_that_served_is_started_again_by_the_same_thread(
 
 def test_the_pause_doubles_up_to_its_bound(nursery: Nursery, supervise: Supervise) -> None:
     """Red when a drafter that dies at once is started as fast as the machine can."""
-    supervisor = supervise(RestartPace(delay_s=0.05, delay_max_s=0.2, healthy_s=1000.0))
+    supervisor = supervise(
+        RestartPace(delay_s=0.05, delay_max_s=0.2, healthy_s=1000.0, start_timeout_s=1000.0)
+    )
     supervisor.note_ready()
     nursery.doomed.add("first")
     nursery.processes[0].reason = "signal 9"
@@ -120,7 +125,9 @@ def test_the_pause_doubles_up_to_its_bound(nursery: Nursery, supervise: Supervis
 
 
 def test_a_while_of_health_sets_the_pause_back(nursery: Nursery, supervise: Supervise) -> None:
-    supervisor = supervise(RestartPace(delay_s=0.01, delay_max_s=60.0, healthy_s=0.0))
+    supervisor = supervise(
+        RestartPace(delay_s=0.01, delay_max_s=60.0, healthy_s=0.0, start_timeout_s=1000.0)
+    )
     for number in range(12):  # 0.01 * 2**12 s would outlast the test
         wait_for(lambda number=number: len(nursery.processes) == number + 1)
         wait_for(supervisor.alive)
@@ -163,8 +170,13 @@ def test_the_first_comes_back_if_the_other_cannot_serve(
     assert supervisor.reload.error == expected
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OSError("no more"), ValueError("no more"), RuntimeError("no more")],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_start_that_is_impossible_is_tried_again(
-    nursery: Nursery, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+    nursery: Nursery, supervise: Supervise, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     supervisor = supervise()
     supervisor.note_ready()
@@ -173,10 +185,81 @@ def test_a_start_that_is_impossible_is_tried_again(
     def start(settings: DrafterSettings) -> Process:
         attempts.append(settings)
         if len(attempts) == 1:
-            raise OSError("no more processes")
+            raise error
         return nursery.start(settings)
 
     monkeypatch.setattr(supervisor, "_start", start)
     nursery.processes[0].reason = "signal 9"
     wait_for(lambda: len(attempts) == 2 and supervisor.alive())
-    assert "no more processes" in supervisor.last_error
+    assert "no more" in supervisor.last_error
+
+
+def test_a_first_start_that_is_impossible_says_why() -> None:
+    """Red when whoever waits for the first process waits for ever."""
+
+    def start(settings: DrafterSettings) -> Process:
+        raise ValueError("embedded null byte")
+
+    supervisor = DrafterSupervisor(start, DrafterSettings(model_path="m"), QUICK)
+    supervisor.start()
+    assert supervisor.has_failed()
+    assert "embedded null byte" in supervisor.failure()
+    supervisor.stop()
+
+
+def test_a_refused_request_leaves_the_exchange_that_is_under_way_alone(
+    nursery: Nursery, supervise: Supervise
+) -> None:
+    """Red when its asker is told of another's, or the model that served is lost."""
+    supervisor = supervise()
+    supervisor.note_ready()
+    begun = reload_drafter(supervisor, ReloadRequest(model_path="second"))
+    wait_for(lambda: supervisor.pid == 2)
+    refused = reload_drafter(supervisor, ReloadRequest(model_path="/no/such/model"))
+    assert (refused.state, refused.number) == ("failed", begun.number + 1)
+    assert "/no/such/model is missing" in refused.error
+    assert supervisor.reload == begun
+    nursery.processes[1].reason = "second is no model"
+    wait_for(lambda: supervisor.pid == 3)
+    assert nursery.processes[2].model_path == "first"
+    assert supervisor.reload is not None
+    assert (supervisor.reload.number, supervisor.reload.state) == (begun.number, "failed")
+    later = reload_drafter(supervisor, ReloadRequest(model_path="/no/such/model"))
+    assert supervisor.reload == later
+
+
+def test_a_model_that_hangs_while_it_loads_is_given_up(
+    nursery: Nursery, supervise: Supervise
+) -> None:
+    """Red when it is waited for without end, or the model before it does not come back."""
+    supervisor = supervise(msgspec.structs.replace(QUICK, start_timeout_s=0.05))
+    supervisor.note_ready()
+    time.sleep(0.2)  # one that serves has all the time
+    assert supervisor.pid == 1
+    supervisor.ask_reload(DrafterSettings(model_path="second"))
+    wait_for(lambda: supervisor.pid == 3)
+    assert nursery.processes[1].reason == "stopped"
+    assert nursery.processes[2].model_path == "first"
+    assert supervisor.reload is not None
+    assert supervisor.reload.state == "failed"
+    assert "--ssd-start-timeout-s 0.05" in supervisor.reload.error
+    wait_for(lambda: supervisor.pid == 4)  # a restarted one that hangs as well
+
+
+def test_a_reload_knows_when_another_took_its_place() -> None:
+    def replicas(*numbers: int) -> list[dict[str, Any]]:
+        return [{"reload": {"state": "loading", "number": number}} for number in numbers]
+
+    assert not is_superseded(replicas(1, 2), replicas(2, 1))
+    assert is_superseded(replicas(1, 1), replicas(1, 2))
+    assert not is_superseded([{"reload": {"state": "none"}}], [{"reload": {"state": "none"}}])
+
+
+@pytest.mark.parametrize("field", ["model_path", "revision"])
+@pytest.mark.parametrize("text", ["", "\0", "a\0b"])
+def test_a_text_that_no_command_line_can_carry_is_refused_by_its_field(
+    field: str, text: str
+) -> None:
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.json.decode(msgspec.json.encode({field: text}), type=ReloadRequest)
+    assert msgspec.convert({field: "hub/id\n"}, ReloadRequest)

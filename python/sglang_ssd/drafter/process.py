@@ -223,7 +223,12 @@ def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle
         start_new_session=True,
     )
     logger.info("SSD drafter %d starts: %s", process.pid, told)
-    return DrafterHandle(process, endpoint=endpoint, socket_dir=socket_dir)
+    try:
+        return DrafterHandle(process, endpoint=endpoint, socket_dir=socket_dir)
+    except RuntimeError:  # no thread for its log
+        process.kill()
+        process.wait()
+        raise
 
 
 def _child_environment(config: SsdConfig) -> dict[str, str]:

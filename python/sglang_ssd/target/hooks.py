@@ -21,7 +21,6 @@ from sglang.srt.runtime_context import get_device, get_observability, get_parall
 from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.core.shared_noise import next_copy_seed
 from sglang_ssd.drafter.process import (
-    check_model,
     make_endpoint,
     remove_endpoint,
     settings_for_target,
@@ -32,9 +31,10 @@ from sglang_ssd.target import http_routes
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.handshake import connect
 from sglang_ssd.target.metrics import MetricsExporter
+from sglang_ssd.target.reload import ReloadRequest, reload_drafter
 from sglang_ssd.target.reporting import RoundReporter
 from sglang_ssd.target.stats import summarize
-from sglang_ssd.target.supervisor import DrafterSupervisor, RestartPace
+from sglang_ssd.target.supervisor import DrafterSupervisor, Reload, RestartPace
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -48,6 +48,8 @@ ALGORITHM = "SSD"
 _drafter: DrafterSupervisor | None = None
 _client: DraftClient | None = None
 _reporter: RoundReporter | None = None
+_asked_reload: Reload | None = None
+"""What has come of the reload that the question now answered asks for; None if it asks for none."""
 _metric_labels: dict[str, str] | None = None
 """SGLang's own labels of this scheduler; None without --enable-metrics."""
 
@@ -103,6 +105,7 @@ def start_before_target_loads(scheduler: Scheduler) -> None:
             delay_s=config.restart_delay_s,
             delay_max_s=config.restart_delay_max_s,
             healthy_s=config.restart_healthy_s,
+            start_timeout_s=config.start_timeout_s,
         ),
     )
     _drafter.start()
@@ -229,34 +232,21 @@ def add_ssd_state(result: None, controller: Any, state: dict[str, Any]) -> None:
     _client.look()
     _client.request_status()  # notices if nobody is there
     state["ssd"] = {**summarize(_client.stats), **drafter_state(_client, _drafter)}
+    if _asked_reload is not None:
+        state["ssd"]["reload"] = msgspec.to_builtins(_asked_reload)
 
 
 def reload_if_asked(controller: Any, recv_req: Any) -> None:
-    """POST /ssd/reload_drafter; how it goes is read from the state, at once and later."""
+    """POST /ssd/reload_drafter; the asker is told of his own, later of how the last one goes."""
+    global _asked_reload
+    _asked_reload = None
     if _client is None or not (recv_req.rid or "").startswith(http_routes.RELOAD_PREFIX):
         return
     asked = msgspec.json.decode(
-        recv_req.rid.removeprefix(http_routes.RELOAD_PREFIX), type=http_routes.ReloadRequest
+        recv_req.rid.removeprefix(http_routes.RELOAD_PREFIX), type=ReloadRequest
     )
     if _drafter is not None:
-        reload_drafter(_drafter, asked)
-
-
-def reload_drafter(drafter: DrafterSupervisor, asked: http_routes.ReloadRequest) -> None:
-    """Ask for it, unless the checkpoint can be seen to be none from here."""
-    settings = drafter.settings
-    if asked.model_path is not None:
-        settings = msgspec.structs.replace(
-            settings, model_path=asked.model_path, revision=asked.revision
-        )
-    elif asked.revision is not None:
-        settings = msgspec.structs.replace(settings, revision=asked.revision)
-    try:
-        check_model(settings)
-    except ValueError as error:
-        drafter.refuse_reload(settings.model_path, str(error))
-    else:
-        drafter.ask_reload(settings)
+        _asked_reload = reload_drafter(_drafter, asked)
 
 
 def drafter_state(client: DraftClient, drafter: DrafterSupervisor | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_ssd.config import load_config
+from sglang_ssd.target.reload import ReloadRequest, is_superseded
 
 RELOAD_PREFIX = "ssd-reload:"
 """Begins the rid of a GetInternalStateReq that asks for a reload; ReloadRequest as JSON follows."""
@@ -30,13 +31,8 @@ NO_DRAFTER = {"state": "off", "reload": {"state": "failed", "error": "this serve
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _POLL_S = 0.5
-
-
-class ReloadRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /ssd/reload_drafter. Left out: what the drafter was started with."""
-
-    model_path: str | None = None
-    revision: str | None = None
+_EXCHANGE_S = 15.0
+"""To end the drafter before, and one that hangs, beyond the time that a start may take."""
 
 
 def add_routes(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,12 +71,15 @@ async def _reload(manager: Any, body: bytes) -> JSONResponse:
     except msgspec.MsgspecError as error:
         return _answer(400, f"body of /ssd/reload_drafter: {error}; known are model_path, revision")
     replicas = await _ask(manager, RELOAD_PREFIX + msgspec.json.encode(request).decode())
-    deadline = time.monotonic() + load_config().start_timeout_s
+    answers = replicas
+    deadline = time.monotonic() + load_config().start_timeout_s + _EXCHANGE_S
     while not (errors := _reload_errors(replicas)) and _is_loading(replicas):
         if time.monotonic() > deadline:
             return _answer(504, "the drafter is still loading; /ssd/status tells how it goes on")
         await asyncio.sleep(_POLL_S)
         replicas = await _ask(manager)
+        if is_superseded(answers, replicas):
+            return _answer(409, "another reload took its place; /ssd/status tells how that goes on")
     if errors:
         return _answer(400, "; ".join(errors))
     return JSONResponse(overview(replicas))

@@ -7,7 +7,9 @@ first drafter is not started again if it never served: the server's start fails 
     pause before a restart   delay_s, doubled by every failure up to delay_max_s; a drafter that
                              served for healthy_s sets it back
     another model            takes the place of the one that runs; if it does not come up, or is
-                             refused, the model before it comes back
+                             refused, the model that served last comes back
+    a drafter that hangs     is given up if it does not serve within start_timeout_s, as one that
+                             ended; the first is the server's start to give up (handshake.py)
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ class RestartPace(msgspec.Struct, frozen=True, kw_only=True):
     delay_s: float
     delay_max_s: float
     healthy_s: float
+    start_timeout_s: float
 
 
 class Reload(msgspec.Struct, frozen=True, kw_only=True):
-    """The last exchange of the drafter's model; number counts them."""
+    """An exchange of the drafter's model; number counts those that were asked for."""
 
     number: int
     model_path: str
@@ -79,6 +82,7 @@ class DrafterSupervisor:
         self._wake = threading.Event()
         self._started = threading.Event()
         self._handle: Handle | None = None
+        self._started_at = 0.0
         self._ready_at: float | None = None
         self._verdict = ""  # why the present process has to go, although it runs
         self._stopping = False
@@ -86,7 +90,9 @@ class DrafterSupervisor:
         self.endpoint = settings.endpoint
         self.num_starts = 0
         self.last_error = ""
+        self._num_reloads = 0
         self.reload: Reload | None = None
+        """The last that was begun, or was refused while none was under way."""
 
     # What others may do -------------------------------------------------------------------------
 
@@ -136,19 +142,20 @@ class DrafterSupervisor:
     def ask_reload(self, settings: DrafterSettings) -> Reload:
         """Have the drafter exchanged for one of these settings; `reload` tells how it goes."""
         with self._lock:
-            number = 1 if self.reload is None else self.reload.number + 1
-            self.reload = Reload(number=number, model_path=settings.model_path, state="loading")
+            self.reload = self._new_reload(settings.model_path, "loading")
             self._settings = msgspec.structs.replace(settings, endpoint=self.endpoint)
             self._verdict = "it makes room for another model"
             self._delay_s = self._pace.delay_s
             self._wake.set()
             return self.reload
 
-    def refuse_reload(self, model_path: str, error: str) -> None:
-        """Let the asker know that this cannot be; the drafter goes on."""
+    def refuse_reload(self, model_path: str, error: str) -> Reload:
+        """What to tell the asker; the drafter goes on, and an exchange that is under way too."""
         with self._lock:
-            number = 1 if self.reload is None else self.reload.number + 1
-            self.reload = Reload(number=number, model_path=model_path, state="failed", error=error)
+            refused = self._new_reload(model_path, "failed", error)
+            if not self._is_reloading():
+                self.reload = refused
+            return refused
 
     @property
     def settings(self) -> DrafterSettings:
@@ -170,8 +177,10 @@ class DrafterSupervisor:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._start_one()
-            self._started.set()
+            try:
+                self._start_one()
+            finally:
+                self._started.set()
             self._watch()
             if not self._stopping:
                 self._bury()
@@ -180,24 +189,38 @@ class DrafterSupervisor:
         with self._lock:
             if self._stopping:
                 return
+            self._started_at = self._clock()
             self._ready_at = None
             self._verdict = ""
             self._tried = self._settings
             self.num_starts += 1
             try:
                 self._handle = self._start(self._settings)
-            except OSError as error:
+            except Exception as error:  # no thread, no process, no memory: another try may do
                 self._handle = None
                 self.last_error = f"the drafter could not be started: {error}"
+                logger.warning("SSD: %s", self.last_error, exc_info=True)
 
     def _watch(self) -> None:
         """Until the process has ended, or has to."""
         while self.alive() and not self._verdict and not self._stopping:
             self._wake.wait(_LOOK_S)
             self._wake.clear()
+            self._give_up_if_overdue()
         while self.has_failed() and not self._stopping:
             self._wake.wait()
             self._wake.clear()
+
+    def _give_up_if_overdue(self) -> None:
+        with self._lock:
+            if self._proven is None or self._ready_at is not None or self._verdict:
+                return
+            timeout_s = self._pace.start_timeout_s
+            if self._clock() - self._started_at >= timeout_s:
+                self._verdict = (
+                    f"the drafter process {self.pid} did not serve within "
+                    f"--ssd-start-timeout-s {timeout_s:g}"
+                )
 
     def _bury(self) -> None:
         """Note how it ended, settle what comes next, and pause."""
@@ -219,13 +242,20 @@ class DrafterSupervisor:
         with self._lock:
             if self._tried is not self._settings:
                 return True
-            if self._is_reloading() and self._proven is not None:
+            if self._is_reloading():
                 self._note_reload("failed", self.last_error)
+            if self._proven is not None:
                 self._settings = self._proven
             return False
 
     def _is_reloading(self) -> bool:
         return self.reload is not None and self.reload.state == "loading"
+
+    def _new_reload(
+        self, model_path: str, state: Literal["loading", "failed"], error: str = ""
+    ) -> Reload:
+        self._num_reloads += 1
+        return Reload(number=self._num_reloads, model_path=model_path, state=state, error=error)
 
     def _note_reload(self, state: Literal["done", "failed"], error: str = "") -> None:
         assert self.reload is not None, "a reload was asked for"
