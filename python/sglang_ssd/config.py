@@ -128,7 +128,11 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ),
     ] = 180.0
     lease_s: Annotated[
-        Positive, _help("The drafter frees a sequence of which it has not heard for this long.")
+        Positive,
+        _help(
+            "The drafter frees a sequence of which it has not heard for this long. It hears of "
+            "each with every round and every chunk of a prefill; longer than either takes."
+        ),
     ] = 10.0
     restart_delay_s: Annotated[
         Positive,

@@ -288,6 +288,7 @@ def test_a_rule_that_cannot_be_followed_opens_nothing(rule: DraftRule) -> None:
     target.run_until_idle()
     assert target.loop.table.is_empty()
     assert target.loop.status().protocol_errors == 1
+    assert [(reply.rid, reply.served) for reply in target.replies] == [("r", "foreign")]
 
 
 def test_two_targets_may_use_the_same_name_and_different_depths() -> None:
@@ -322,6 +323,29 @@ def test_a_full_pool_refuses_the_row_and_serves_the_others() -> None:
     target.open("c", PROMPT)
     target.run_until_idle()
     assert [reply.served for reply in target.round()] == ["hit"]
+
+
+def test_a_name_that_finds_no_room_is_full_at_once() -> None:
+    """Red when its target sends the whole prompt again with every round."""
+    target = ToyTarget(config=SsdConfig(fan_out=[2]), num_steps=4, max_sequences=1)
+    for number in range(9):
+        target.open(f"r{number}", PROMPT)
+    target.run_until_idle()
+    assert [(reply.rid, reply.served) for reply in target.replies] == [("r8", "full")]
+
+
+def test_a_row_without_ids_renews_the_lease_alone() -> None:
+    target = target_of(lease_s=10.0)
+    target.open("r", PROMPT)
+    target.open("silent", PROMPT)
+    target.run_until_idle()
+    for now in (4.0, 8.0, 12.0, 16.0):
+        target.now = now
+        target.send(commit(len(PROMPT), []))
+        target.run_until_idle()
+    assert [seq.rid for seq in target.loop.table] == ["r"]
+    assert target.replies == []
+    assert target.loop.status().stale_commits == 0
 
 
 def test_past_the_drafters_context_rows_go_on_without_drafts() -> None:

@@ -6,10 +6,13 @@ slot was in one place all along.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from sglang_ssd.config import SsdConfig
 from sglang_ssd.wire.fake import FakeWire, Faults
-from sglang_ssd.wire.messages import DraftRule
+from sglang_ssd.wire.messages import NO_ROUND, DraftRule, VerifyCommit
 from toys.toy_server import NUM_STEPS, NUM_TOKENS, PROMPTS, Server, plain_texts
 
 
@@ -186,6 +189,7 @@ def test_an_idle_target_notices_another_drafter(wire):
         server.client.note_idle()
     assert server.client.link.lives == 2
     assert server.client.state == "ready"
+    assert not server.client.stats.degraded, "the gauge says what the state says"
     assert server.client.transport_stats.sent < 20
 
 
@@ -214,6 +218,74 @@ def test_a_request_that_comes_while_the_drafter_is_away_is_drafted_for_later(wir
     for _ in range(8):
         server.round()
     assert "late" in {seq.rid for seq in server.loop.table}
+
+
+def test_a_long_prefill_keeps_what_runs_and_nothing_else(wire):
+    """Red when every running request loses its drafts to one long prompt, or one whose close was
+    lost stays while its target speaks, or those of a target that is gone."""
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.round()
+    ticks = int(1.5 * SsdConfig().lease_s / wire.tick_s)
+
+    def live_after(chunk: Callable[[], None]) -> set[str]:
+        for _ in range(ticks):
+            wire.tick()
+            chunk()
+            server.step_drafter()
+        return {seq.rid for seq in server.loop.table}
+
+    sent = server.client.transport_stats.sent
+    assert live_after(server.client.keep_alive) == set(PROMPTS)
+    assert server.client.transport_stats.sent - sent < 100
+    assert server.loop.status().stale_commits == 0
+    wire.kill("to_drafter")
+    server.client.close("a")
+    wire.revive("to_drafter")
+    assert live_after(server.client.keep_alive) == set(PROMPTS) - {"a"}
+    assert live_after(lambda: None) == set()
+
+
+def test_every_commit_has_a_number_of_its_own(wire, monkeypatch):
+    """Red when the first token of a prompt is taken for the round before it, and its reply's time
+    for that of the round."""
+    server = Server(wire, draft_seed=0, backup="jit")
+    transport, numbers = server.client._transport, []
+    send = transport.send
+
+    def note(message, frames=()):
+        if isinstance(message, VerifyCommit):
+            numbers.append(message.round_id)
+        return send(message, frames)
+
+    monkeypatch.setattr(transport, "send", note)
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.round()
+    server.begin_again("a")
+    server.round()
+    assert len(numbers) == len(set(numbers)) == 4
+    assert NO_ROUND not in numbers
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rule"),
+    [([1, 61], DraftRule()), ([1, 2], DraftRule(temperature=float("inf")))],
+    ids=["ids", "rule"],
+)
+def test_what_the_drafter_cannot_follow_is_told_once(wire, tokens, rule):
+    """Red when the whole prompt is sent again with every round; 61 is in a target's padding."""
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.client.open(rid="foreign", tokens=tokens, rule=rule)
+    server.step_drafter()
+    server.client.receive()
+    sent = server.client.transport_stats.sent
+    for _ in range(3):
+        assert server.client.collect(["foreign"]) == [[]]
+        server.client.commit(rids=["foreign"], new_tokens=[[3]], num_verified=[0])
+        server.step_drafter()
+    assert server.client.stats.plain_decode == {"foreign": 3}
+    assert server.client.transport_stats.sent == sent
 
 
 @pytest.mark.parametrize("name", ["none", "drop", "all"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 
@@ -43,6 +45,7 @@ def test_all_reasons_come_at_once() -> None:
     answer = ask(schema_version=99, num_steps=17, vocab_size=2300)
     assert isinstance(answer, Refusal)
     assert [reason.split()[0] for reason in answer.reasons] == ["schema", "num_steps", "vocabulary"]
+    assert answer.drafter_pid == os.getpid()
 
 
 def test_padding_is_accepted_on_request_only() -> None:

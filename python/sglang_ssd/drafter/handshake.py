@@ -62,6 +62,7 @@ def answer_hello(hello: Hello, abilities: Abilities, *, config: SsdConfig) -> We
             reasons=reasons,
             block_index=-1 if block is None else block,
             block_tokens=[] if block is None else token_block(abilities.tokens, block),
+            drafter_pid=os.getpid(),
         )
     return Welcome(
         schema_version=SCHEMA_VERSION,

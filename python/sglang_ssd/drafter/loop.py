@@ -43,6 +43,7 @@ from sglang_ssd.trace import Tracer
 from sglang_ssd.wire.frames import ProtocolError, check_token_ids
 from sglang_ssd.wire.messages import (
     MAX_RANK,
+    NO_ROUND,
     DraftClose,
     DrafterStatus,
     DraftRule,
@@ -191,16 +192,17 @@ class DraftLoop:
             self._limits = {peer: one for peer, one in self._limits.items() if peer in busy}
 
     def _open(self, peer: bytes, message: DraftSync, ids: list[int]) -> None:
-        known_ids = check_token_ids(ids, self._abilities.vocab_size)
-        rule_is_sound = is_sound(message.rule, committed_len=message.committed_len)
-        if not known_ids or not _can_follow(message.rule) or not rule_is_sound:
-            self.stats.protocol_errors += 1
-            return
         older = self.table.find(peer, message.rid)
         if older is not None:
             if older.generation >= message.generation:
                 return
             self.table.close(older)
+        known_ids = check_token_ids(ids, self._abilities.vocab_size)
+        rule_is_sound = is_sound(message.rule, committed_len=message.committed_len)
+        if not known_ids or not _can_follow(message.rule) or not rule_is_sound:
+            self.stats.protocol_errors += 1
+            self._refuse_sync(peer, message, "foreign")
+            return
         sequence = Sequence(
             peer=peer,
             rid=message.rid,
@@ -209,7 +211,8 @@ class DraftLoop:
             limits=self._limits[peer],
             now=self._clock(),
         )
-        self.table.open(sequence, ids)
+        if not self.table.open(sequence, ids):
+            self._refuse_sync(peer, message, "full")
 
     def _close(self, peer: bytes, message: DraftClose) -> None:
         if message.close_all:
@@ -243,7 +246,7 @@ class DraftLoop:
             self.stats.stale_commits += 1
             return
         seq.last_seen = self._clock()
-        if seq.refused is None:
+        if seq.refused is None and ids:
             unseen = self._unseen_tokens(seq, commit.base_committed_lens[index], ids)
             if not unseen:
                 self.stats.stale_commits += 1
@@ -307,6 +310,17 @@ class DraftLoop:
             served=served,
         )
         self._outbox.add(peer, commit.round_id, row)
+
+    def _refuse_sync(self, peer: bytes, sync: DraftSync, served: Served) -> None:
+        """Or the target would send the whole prompt again with every round."""
+        row = ReplyRow(
+            rid=sync.rid,
+            generation=sync.generation,
+            base_committed_len=sync.committed_len,
+            drafts=[],
+            served=served,
+        )
+        self._outbox.add(peer, NO_ROUND, row)
 
     def _answer_ready(self) -> None:
         """Send what has the drafts that it is to be answered with; one message per commit."""

@@ -167,23 +167,27 @@ class RequestTable:
         """Whether results for this opening still have a place."""
         return seq.row >= 0 and self._row_generations[seq.row] == seq.row_generation
 
-    def open(self, seq: Sequence, tokens: list[int]) -> None:
-        """Take the sequence in, or mark it refused. Its key must be free."""
+    def open(self, seq: Sequence, tokens: list[int]) -> bool:
+        """Take the sequence in, or mark it refused. Its key must be free.
+
+        False if there is no room even for its name: refused names are bounded too.
+        """
         assert seq.key not in self._sequences, "close the older opening first"
         if len(self._sequences) >= 8 * self.max_sequences:
-            return  # refused names are bounded too; such a row is "unknown" to the target
+            return False
         self._sequences[seq.key] = seq
         seq.refused = self._why_not(seq, len(tokens))
         if seq.refused is None and not self._free_rows:
             seq.refused = "full"
         if seq.refused is not None:
-            return
+            return True
         seq.row = self._free_rows.pop()
         seq.row_generation = self._row_generations[seq.row]
         self._rows[seq.row] = seq
         seq.cache = SpeculationCache(num_steps=seq.limits.num_steps, committed_tokens=tokens)
         seq.line_slots = np.zeros(self._context_len, dtype=np.int64)
         self._reserve(seq, len(tokens))
+        return True
 
     def take(self, seq: Sequence, new_tokens: list[int]) -> Taken | None:
         """Apply an outcome and re-link slots; None if the sequence is too large now and refused."""

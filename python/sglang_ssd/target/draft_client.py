@@ -43,11 +43,12 @@ logger = logging.getLogger(__name__)
 
 DrafterState = Literal["starting", "ready", "degraded", "restarting", "dead", "refused"]
 
-_HOPELESS: dict[Served, PlainCause] = {"full": "full", "context": "context"}
+_HOPELESS: dict[Served, PlainCause] = {"full": "full", "context": "context", "foreign": "foreign"}
 _LIVENESS_S = 0.05  # how soon a wait notices that the drafter's process has ended
 _IDLE_LOOK_S = 0.5
 _IDLE_HELLO_S = 5.0  # when no round would notice that the drafter is another
 _COMMITS_TIMED = 32
+_RENEWAL_S = 0.25
 
 
 class DraftClient:
@@ -83,7 +84,9 @@ class DraftClient:
         self._batch_too_large = False
         self._why_untold: PlainCause = "late"  # of rows that the last commit left out
         self._unsynced: dict[str, DraftSequence] = {}  # of which a drafter that is there must hear
-        self._commit_times: dict[int, float] = {}  # of the last rounds
+        self._num_commits = 0
+        self._commit_times: dict[int, float] = {}  # of the last commits
+        self._next_renewal = 0.0
         self._lives = 0
         self._next_generation = 1
         self._next_look = 0.0
@@ -160,6 +163,29 @@ class DraftClient:
             self._why_untold = "late" if self.link.is_reachable else "drafter_down"
         elif live:
             self._send_commit(live, verified)
+
+    def keep_alive(self) -> None:
+        """Called for every chunk of a prefill, while which no round ends: renew the leases.
+
+        Of all that is mirrored by name, so that a sequence whose close was lost still ends.
+        """
+        now = self._clock()
+        live = [sequence for sequence in self._sequences.values() if sequence.is_synced]
+        if now < self._next_renewal or not live or not self._can_talk():
+            return
+        self._next_renewal = now + _RENEWAL_S
+        num_rows = len(live)
+        self._num_commits += 1
+        message = VerifyCommit(
+            round_id=self._num_commits,
+            rids=[s.rid for s in live],
+            generations=[s.generation for s in live],
+            base_committed_lens=[s.acked_len for s in live],
+            num_verified_drafts=[0] * num_rows,
+            num_tokens=[0] * num_rows,
+        )
+        if not self.link.send(message, ()):
+            self._deadline.note_unreachable()
 
     def collect(self, rids: Sequence[str]) -> list[list[int]]:
         """Drafts per row for its committed ids, [] where there are none in time or at all."""
@@ -309,8 +335,9 @@ class DraftClient:
         ids = array("i")
         for sequence in live:
             ids.extend(sequence.tokens[sequence.acked_len :])
+        self._num_commits += 1
         message = VerifyCommit(
-            round_id=self.stats.rounds,
+            round_id=self._num_commits,
             rids=[s.rid for s in live],
             generations=[s.generation for s in live],
             base_committed_lens=[s.acked_len for s in live],
@@ -323,7 +350,7 @@ class DraftClient:
             return
         for sequence in live:
             sequence.told_len = len(sequence.tokens)
-        self._commit_times[self.stats.rounds] = self._clock()
+        self._commit_times[self._num_commits] = self._clock()
         if len(self._commit_times) > _COMMITS_TIMED:
             del self._commit_times[next(iter(self._commit_times))]
 
@@ -347,7 +374,6 @@ class DraftClient:
             return
         if not self._is_missing(rows):
             self._deadline.note_kept()
-            self.stats.degraded = self._deadline.is_silent
         elif waited:
             self._deadline.note_missed(end)
             self.stats.missed_deadlines += 1
@@ -397,6 +423,8 @@ class DraftClient:
         self._looked_at = now
         if self.link.lives != self._lives:
             self._meet_drafter()
+        if self._can_talk():
+            self.stats.degraded = False
 
     def _handle(self, message: ToTarget, ids: list[int], now: float) -> None:
         if isinstance(message, DrafterStatus):

@@ -128,13 +128,18 @@ class DrafterLink:
             case Welcome():
                 self._take_welcome(message)
             case Refusal():
-                self._refuse(self._describe(message))
+                if self._is_of_present(message.drafter_pid):
+                    self._refuse(self._describe(message))
             case HelloRequest():
                 self._lose("it was started again and knows nothing of this target")
 
+    def _is_of_present(self, drafter_pid: int) -> bool:
+        """Whether it is said by our drafter, and not by one before it that is gone."""
+        return self._drafter is None or drafter_pid == self._drafter.pid
+
     def _take_welcome(self, welcome: Welcome) -> None:
-        if self._drafter is not None and welcome.drafter_pid != self._drafter.pid:
-            return  # of a process that is gone
+        if not self._is_of_present(welcome.drafter_pid):
+            return
         reasons = welcome_reasons(self._hello, welcome)
         if reasons:
             self._refuse("; ".join(reasons))

@@ -26,6 +26,7 @@ PlainCause = Literal[
     "prefill",
     "full",
     "context",
+    "foreign",
     "drafter_down",
     "bad_reply",
     "ending",
@@ -35,7 +36,8 @@ PlainCause = Literal[
 opt_out: custom_params={"ssd": false}. parameter: one of plain_decode.py. batch_size: the batch is
 larger than --ssd-max-batch-size, or was so a round ago. late: no reply within the deadline, or none
 waited for after one of those. prefill: the drafter has not read the whole request yet. full,
-context: the drafter has no room for the request, or its context is shorter. drafter_down: it is
+context: the drafter has no room for the request, or its context is shorter. foreign: the request
+has ids that the drafter's vocabulary lacks, or parameters it cannot follow. drafter_down: it is
 gone, or is back and has not been told of the request yet. bad_reply: its drafts were not usable.
 ending: the request is finished or aborted already.
 """

@@ -133,6 +133,7 @@ class SSDWorker(BaseSpecWorker):
         """A prefill chunk; the drafter hears of the prompt first, so that both prefill at once."""
         if self._client is not None:
             self._open_sequences(self._client, batch.reqs)
+            self._client.keep_alive()
         self._sampler.seeds = self._seeds(batch)
         self._transforms.start(batch.reqs)
         self._transforms.penalise_prefill(batch)

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 _MOST = (1 << 31) - 1  # sums of a few still fit a message
 
@@ -37,14 +37,28 @@ MAX_RULE_TOKENS = 512
 RuleTokens = Annotated[list[int], msgspec.Meta(max_length=MAX_RULE_TOKENS)]
 RuleValues = Annotated[list[float], msgspec.Meta(max_length=MAX_RULE_TOKENS)]
 
-Served = Literal["hit", "chain_hit", "jit", "sync", "none", "prefill", "full", "context", "unknown"]
+NO_ROUND = 0
+"""round_id of a reply to no commit."""
+
+Served = Literal[
+    "hit",
+    "chain_hit",
+    "jit",
+    "sync",
+    "none",
+    "prefill",
+    "full",
+    "context",
+    "foreign",
+    "unknown",
+]
 """How a reply row came about.
 
 hit: a drafted branch was the outcome. chain_hit: fewer drafts than sent were verified and the bonus
 is the chain's own next token. jit: drafted after a miss. sync: `mode="sync"`. Rows without drafts:
 none (a miss under backup "none"), prefill (the prompt is not prefilled yet), full (no slot or
-table row), context (past the drafter's context), unknown (no such sequence: the target must send
-DraftSync again).
+table row), context (past the drafter's context), foreign (ids that the drafter's vocabulary lacks,
+or a rule that it cannot follow), unknown (no such sequence: the target must send DraftSync again).
 """
 
 
@@ -97,6 +111,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     reasons: list[str]
     block_index: int = -1
     block_tokens: list[str] = []
+    drafter_pid: int = -1
 
 
 class HelloRequest(msgspec.Struct, frozen=True, tag="hello?"):
@@ -104,7 +119,10 @@ class HelloRequest(msgspec.Struct, frozen=True, tag="hello?"):
 
 
 class DraftSync(msgspec.Struct, frozen=True, tag="sync"):
-    """Open a sequence. Frame 0: all committed ids so far, int32[committed_len]."""
+    """Open a sequence. Frame 0: all committed ids so far, int32[committed_len].
+
+    Answered only if it cannot be opened: by a SpeculateReply of round NO_ROUND.
+    """
 
     rid: str
     generation: int
@@ -113,9 +131,13 @@ class DraftSync(msgspec.Struct, frozen=True, tag="sync"):
 
 
 class VerifyCommit(msgspec.Struct, frozen=True, tag="commit"):
-    """One round's outcomes for the whole batch. Frame 0: the new ids, int32[sum(num_tokens)]."""
+    """One round's outcomes for the whole batch. Frame 0: the new ids, int32[sum(num_tokens)].
 
-    round_id: int
+    A row renews the lease of its sequence. One without ids does nothing else: a target sends such
+    rows while it prefills, because no round ends then.
+    """
+
+    round_id: int  # new for every commit; its replies carry it
     rids: list[str]
     generations: list[int]
     base_committed_lens: list[Length]  # ids of row i start at this length
