@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_ssd.drafter.checkpoint import (
     CheckpointError,
+    check_config,
     check_local,
     check_weights,
-    read_shape,
 )
+from sglang_ssd.drafter.footprint import cpu_kv_slots
 from sglang_ssd.drafter.process import DrafterSettings, check_model
 
 CONFIG = {
@@ -42,32 +44,44 @@ def write_weights(file: Path, *, size: int = 64, missing: int = 0) -> None:
     file.write_bytes(data[: len(data) - missing])
 
 
-def test_the_shape_gives_the_size_of_a_token(tmp_path: Path) -> None:
-    write_config(tmp_path)
-    shape = read_shape(tmp_path)
-    assert shape.head_dim == 64
-    assert shape.kv_bytes_per_token(4) == 2 * 30 * 3 * 64 * 4
+class Sizes:
+    """What of SGLang's ModelConfig is read; 30 layers of 3 heads of 64."""
+
+    num_attention_layers = 30
+    head_dim = 64
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def get_total_num_kv_heads(self) -> int:
+        return 3
+
+
+def test_a_cpus_kv_takes_one_gib_whatever_the_data_type() -> None:
+    """Red when a draft of half precision gets half of the slots, as --help does not say."""
+    for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
+        assert cpu_kv_slots(Sizes(dtype)) == (1 << 30) // (2 * 30 * 3 * 64 * size)
 
 
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "Gemma2ForCausalLM"])
 def test_other_classes_are_refused_by_name(tmp_path: Path, name: str) -> None:
     write_config(tmp_path, architectures=[name])
     with pytest.raises(CheckpointError, match=rf"{name}.*Qwen3ForCausalLM"):
-        read_shape(tmp_path)
+        check_config(tmp_path)
 
 
 def test_sliding_window_is_refused(tmp_path: Path) -> None:
     write_config(tmp_path, use_sliding_window=True)
     with pytest.raises(CheckpointError, match="use_sliding_window"):
-        read_shape(tmp_path)
+        check_config(tmp_path)
 
 
 def test_a_missing_or_broken_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        read_shape(tmp_path)
+        check_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_shape(tmp_path)
+        check_config(tmp_path)
 
 
 def test_whole_weights_pass(tmp_path: Path) -> None:

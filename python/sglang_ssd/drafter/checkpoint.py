@@ -22,19 +22,6 @@ T = TypeVar("T")
 _Size = Annotated[int, msgspec.Meta(gt=0)]
 
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What config.json says that the drafter sizes its memory by."""
-
-    architecture: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    max_position_embeddings: int
-
-    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_element
-
-
 class CheckpointError(ValueError):
     """The draft model cannot be served; the text names the file or class."""
 
@@ -63,14 +50,14 @@ def check_local(model_dir: Path, *, load_format: str) -> None:
     try:
         if not model_dir.is_dir():
             raise CheckpointError(f"draft model: {model_dir} is missing")
-        read_shape(model_dir)
+        check_config(model_dir)
         check_weights(model_dir, load_format=load_format)
     except OSError as error:  # names the file
         raise CheckpointError(f"draft model: {error}") from error
 
 
-def read_shape(model_dir: Path) -> ModelShape:
-    """Sizes of a supported model. CheckpointError for a missing config or another architecture."""
+def check_config(model_dir: Path) -> None:
+    """CheckpointError for a missing config, impossible sizes or another architecture."""
     path = model_dir / "config.json"
     try:
         config = _decode(path.read_bytes(), _Config, path)
@@ -82,13 +69,6 @@ def read_shape(model_dir: Path) -> ModelShape:
             f"draft model: {config.architectures[0]} with use_sliding_window is not supported; "
             "allowed is plain attention"
         )
-    return ModelShape(
-        architecture=config.architectures[0],
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        max_position_embeddings=config.max_position_embeddings,
-    )
 
 
 def check_architecture(architectures: list[str]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,11 +23,13 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import SpawnRanks, publish
-from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
+from sglang.srt.utils.network import get_free_port_below_ephemeral
 
-from sglang_ssd.drafter.checkpoint import check_architecture, read_shape
+from sglang_ssd.drafter.checkpoint import check_architecture
+from sglang_ssd.drafter.footprint import cpu_kv_slots
 from sglang_ssd.drafter.model_step import BranchRows, ExtendRow
 from sglang_ssd.platform.attention_plan import PlanRow
 from sglang_ssd.wire.token_map import token_strings
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from sglang_ssd.drafter.process import DrafterSettings
 
 logger = logging.getLogger(__name__)
-
-_CPU_KV_BUDGET_BYTES = 1 << 30
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class PlannedForward:
@@ -63,22 +61,19 @@ class SglangModelStep:
 
     def __init__(self, settings: DrafterSettings, *, device: str, max_sequences: int) -> None:
         server_args = _server_args(settings, device=device, max_sequences=max_sequences)
-        ports = PortArgs.init_new(server_args)
+        port = get_free_port_below_ephemeral()
         publish(
             server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=settings.gpu_id)
         )
         _init_process_global_configs()
-        model_config = ModelConfig.from_server_args(server_args)
-        check_architecture(model_config.hf_config.architectures)
-        bootstrap.init_parallel_runtime(
-            server_args=server_args, device=device, dist_port=ports.nccl_port
-        )
+        model_config = _model_config(server_args)
+        bootstrap.init_parallel_runtime(server_args=server_args, device=device, dist_port=port)
         bootstrap.init_layer_runtime(model_config=model_config)
         self._runner = ModelRunner(
             model_config=model_config,
             mem_fraction_static=settings.mem_fraction,
             gpu_id=settings.gpu_id,
-            nccl_port=ports.nccl_port,
+            nccl_port=port,
             server_args=server_args,
         )
         self._runner.alloc_memory_pool()
@@ -191,7 +186,28 @@ def load_tokens(settings: DrafterSettings) -> list[str]:
     return token_strings(tokenizer.get_vocab())
 
 
+def _model_config(server_args: ServerArgs) -> Any:  # ModelConfig
+    model_config = ModelConfig.from_server_args(server_args)
+    check_architecture(model_config.hf_config.architectures)
+    return model_config
+
+
 def _server_args(settings: DrafterSettings, *, device: str, max_sequences: int) -> ServerArgs:
+    """On a CPU, whose memory is the target's too, as many KV slots as our own share holds.
+
+    On a device SGLang takes mem_fraction of what is free.
+    """
+    num_slots = settings.max_total_tokens
+    args = _resolved(settings, device=device, max_sequences=max_sequences, num_slots=num_slots)
+    if num_slots is not None or device != "cpu":
+        return args
+    num_slots = cpu_kv_slots(_model_config(args))
+    return _resolved(settings, device=device, max_sequences=max_sequences, num_slots=num_slots)
+
+
+def _resolved(
+    settings: DrafterSettings, *, device: str, max_sequences: int, num_slots: int | None
+) -> ServerArgs:
     server_args = ServerArgs(
         model_path=settings.model_path,
         revision=settings.revision,
@@ -202,7 +218,7 @@ def _server_args(settings: DrafterSettings, *, device: str, max_sequences: int) 
         dtype=settings.dtype,
         context_length=settings.context_length,
         mem_fraction_static=settings.mem_fraction,
-        max_total_tokens=settings.max_total_tokens or _default_total_tokens(settings, device),
+        max_total_tokens=num_slots,
         max_running_requests=max_sequences,  # the most rows of one forward
         attention_backend="ssd_cpu",
         page_size=1,
@@ -211,12 +227,3 @@ def _server_args(settings: DrafterSettings, *, device: str, max_sequences: int) 
     )
     server_args.resolve_once()
     return server_args
-
-
-def _default_total_tokens(settings: DrafterSettings, device: str) -> int | None:
-    """None lets SGLang take mem_fraction of a device of our own; RAM is shared with the target."""
-    model_dir = Path(settings.model_path)
-    if device != "cpu" or not model_dir.is_dir():
-        return None
-    bytes_per_element = _BYTES.get(settings.dtype, 4)
-    return _CPU_KV_BUDGET_BYTES // read_shape(model_dir).kv_bytes_per_token(bytes_per_element)
