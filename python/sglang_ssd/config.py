@@ -171,7 +171,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     drafter_max_sequences: Annotated[
         PositiveInt | None,
-        _help("Requests drafted for at the same time; others decode plainly."),
+        _help("Requests drafted for at the same time; others decode plainly. Left out: 64."),
     ] = None
     drafter_mem_fraction: Annotated[
         Share,
@@ -203,7 +203,11 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         bool, _help("Accept two vocabularies that differ only in padding at the end.")
     ] = False
     trace: Annotated[
-        str | None, _help("Write a timeline of target and drafter to this file (Perfetto JSON).")
+        str | None,
+        _help(
+            "Write a timeline of target and drafter to this file (Perfetto JSON). One that is "
+            "there already is overwritten."
+        ),
     ] = None
 
 

@@ -1,7 +1,8 @@
 """A timeline of both processes on one clock, in the Chrome trace format that Perfetto reads.
 
-Every process appends its own events to one file: CLOCK_MONOTONIC is one clock for all processes of
-a machine, whole lines are written with O_APPEND, and the format lets the closing bracket be absent.
+A target begins the file anew before its drafter starts; then every process appends its own events:
+CLOCK_MONOTONIC is one clock for all processes of a machine, whole lines are written with O_APPEND,
+and the format lets the closing bracket be absent.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 
@@ -19,6 +20,11 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_EVENTS = 256
 _FLUSH_SECONDS = 1.0
+
+
+def start_file(path: str) -> None:
+    """An empty timeline, in place of any that is there."""
+    _begin(path, os.O_TRUNC)
 
 
 class Tracer:
@@ -31,7 +37,8 @@ class Tracer:
         if path is None:
             return
         self._pid = os.getpid()
-        _start_file(path)
+        with suppress(FileExistsError):
+            _begin(path, os.O_EXCL)
         self._events.append(
             {"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": process_name}}
         )
@@ -81,11 +88,8 @@ class Tracer:
             self._path = None
 
 
-def _start_file(path: str) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
-        return
+def _begin(path: str, if_there: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | if_there, 0o644)
     os.write(descriptor, b"[\n")
     os.close(descriptor)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ssd.config import CONFIG_ENV, SsdConfig, load_config
-from sglang_ssd.drafter.__main__ import parse_settings
+from sglang_ssd.drafter.__main__ import _choose_platform, flag_help, parse_settings
 from sglang_ssd.drafter.process import (
     DrafterSettings,
     process_exists,
@@ -55,11 +55,12 @@ class Flags:
 
 def test_settings_come_from_sglangs_draft_flags_and_the_config() -> None:
     config = SsdConfig(drafter_dtype="float32", drafter_max_sequences=5)
-    settings = settings_for_target(Flags(), config, cores="3")
+    settings = settings_for_target(Flags(), config, cores="3", target_device="cpu")
     assert settings == DrafterSettings(
         model_path="/draft",
         revision="main",
         trust_remote_code=True,
+        device="cpu",
         dtype="float32",
         max_sequences=5,
         cores="3",
@@ -70,7 +71,71 @@ def test_a_missing_draft_model_names_the_flag() -> None:
     flags = Flags()
     flags.speculative_draft_model_path = None
     with pytest.raises(ValueError, match="--speculative-draft-model-path"):
-        settings_for_target(flags, SsdConfig())
+        settings_for_target(flags, SsdConfig(), target_device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "target", "expected"),
+    [
+        ("auto", "cuda", ("cuda", 3)),
+        ("auto", "cpu", ("cpu", 3)),
+        ("cpu", "cuda", ("cpu", 3)),
+        ("cuda", "cuda", ("cuda", 3)),
+        ("cuda:1", "cuda", ("cuda", 1)),
+        ("cuda:0", "cpu", ("cuda", 0)),
+    ],
+)
+def test_the_drafter_is_where_it_is_to_be(
+    asked: str, target: str, expected: tuple[str, int]
+) -> None:
+    """Red when the index of --ssd-drafter-device is lost, or auto is not the target's kind."""
+    config = SsdConfig(drafter_device=asked)
+    settings = settings_for_target(Flags(), config, gpu_id=3, target_device=target)
+    assert (settings.device, settings.gpu_id) == expected
+
+
+def test_a_drafter_started_by_hand_takes_the_same_device() -> None:
+    settings = parse_settings(["--model-path", "/m", "--device", "cuda:1"])
+    assert (settings.device, settings.gpu_id) == ("cuda", 1)
+
+
+@pytest.mark.parametrize("device", ["cuda:", "cuda:x", "cpu:1", "gpu", ""])
+def test_a_device_that_is_none_is_refused_by_its_flag(
+    device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(["--model-path", "/m", "--device", device])
+    assert f"--device {device!r}: must be auto, cpu, cuda or cuda:N" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "inherited", "expected"),
+    [
+        ("cpu", None, "ssd_cpu"),
+        ("cpu", "other", "other"),
+        ("cuda", "ssd_cpu", None),
+        ("cuda", "other", "other"),
+        ("cuda", None, None),
+    ],
+)
+def test_a_targets_platform_is_for_a_drafter_on_a_cpu(
+    device: str, inherited: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", inherited or "")
+    if inherited is None:
+        monkeypatch.delenv("SGLANG_PLATFORM")
+    _choose_platform(device)
+    assert os.environ.get("SGLANG_PLATFORM") == expected
+
+
+def test_every_flag_says_what_it_does_and_may_be(capsys: pytest.CaptureFixture[str]) -> None:
+    for field in DrafterSettings.__struct_fields__:
+        what, allowed = flag_help(field).split(" Allowed: ")
+        assert what.endswith(".")
+        assert allowed.endswith(".")
+    with pytest.raises(SystemExit):
+        parse_settings(["--help"])
+    assert capsys.readouterr().out.count("Allowed:") == len(DrafterSettings.__struct_fields__)
 
 
 def test_a_failed_start_says_why_within_seconds(capfd: pytest.CaptureFixture[str]) -> None:

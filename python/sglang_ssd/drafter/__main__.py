@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING, get_type_hints
 import msgspec
 
 from sglang_ssd.config import SsdConfig, load_config
-from sglang_ssd.drafter.process import FAILURE, DrafterSettings, check_model, process_exists
+from sglang_ssd.drafter.process import (
+    FAILURE,
+    DrafterSettings,
+    check_model,
+    process_exists,
+    split_device,
+)
 from sglang_ssd.platform.affinity import format_cores, parse_cores
 
 if TYPE_CHECKING:
@@ -35,6 +41,8 @@ logger = logging.getLogger("sglang_ssd.drafter")
 _DEFAULT_MAX_SEQUENCES = 64
 _IDLE_WAIT_S = 1.0
 _PR_SET_PDEATHSIG = 1
+_PLATFORM_ENV = "SGLANG_PLATFORM"
+_CPU_PLATFORM = "ssd_cpu"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,8 +106,7 @@ def _load(settings: DrafterSettings, config: SsdConfig, transport: DrafterTransp
     """The loop with its model; the platform is chosen before anything of SGLang is imported."""
     check_model(settings)
     device = _choose_device(settings.device)
-    if device == "cpu":
-        os.environ.setdefault("SGLANG_PLATFORM", "ssd_cpu")
+    _choose_platform(device)
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -131,15 +138,33 @@ def parse_settings(argv: Sequence[str] | None = None) -> DrafterSettings:
     hints = get_type_hints(DrafterSettings)
     for field in msgspec.structs.fields(DrafterSettings):
         flag = "--" + field.name.replace("_", "-")
-        hint = hints[field.name]
+        hint, text = hints[field.name], flag_help(field.name)
         if hint is bool:
-            parser.add_argument(flag, action="store_true")
+            parser.add_argument(flag, action="store_true", help=text)
         elif field.required:
-            parser.add_argument(flag, required=True)
+            parser.add_argument(flag, required=True, help=text)
         else:
             kind = next(t for t in (int, float, str) if t is hint or hint == (t | None))
-            parser.add_argument(flag, type=kind, default=field.default, help="default: %(default)s")
-    return msgspec.convert(vars(parser.parse_args(argv)), type=DrafterSettings)
+            parser.add_argument(flag, type=kind, default=field.default, help=text)
+    given = vars(parser.parse_args(argv))
+    try:
+        device, gpu_id = split_device(given["device"], gpu_id=given["gpu_id"])
+    except ValueError as error:
+        parser.error(f"--{error}")
+    return msgspec.convert({**given, "device": device, "gpu_id": gpu_id}, type=DrafterSettings)
+
+
+def flag_help(name: str) -> str:
+    """What a flag does, may be, and is if it is left out."""
+    fields = {field.name: field for field in msgspec.structs.fields(DrafterSettings)}
+    info = msgspec.inspect.type_info(fields[name].type)
+    assert isinstance(info, msgspec.inspect.Metadata), f"{name} has no help text"
+    assert info.extra_json_schema is not None, f"{name} has no help text"
+    text = str(info.extra_json_schema["description"])
+    default = fields[name].default
+    if fields[name].required or default in (None, False, ""):
+        return text
+    return f"{text} Default: {default}."
 
 
 def _tie_to_parent(parent_pid: int | None) -> None:
@@ -172,11 +197,20 @@ def _bind_cores(cores: str) -> None:
 
 
 def _choose_device(device: str) -> str:
+    """auto is of one started by hand: a target says where."""
     if device != "auto":
         return device
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _choose_platform(device: str) -> None:
+    """Ours on a CPU; elsewhere none, even if a target on a CPU has started us."""
+    if device == "cpu":
+        os.environ.setdefault(_PLATFORM_ENV, _CPU_PLATFORM)
+    elif os.environ.get(_PLATFORM_ENV) == _CPU_PLATFORM:
+        del os.environ[_PLATFORM_ENV]
 
 
 def _exit_quietly(signum: int, frame: types.FrameType | None) -> None:

@@ -23,14 +23,26 @@ import tempfile
 import threading
 from collections import deque
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Annotated, Protocol
 
 import msgspec
 import psutil
 
-from sglang_ssd.config import CONFIG_ENV, SsdConfig, dump_config
+from sglang_ssd.config import (
+    ALLOWED_TEXTS,
+    CONFIG_ENV,
+    SsdConfig,
+    allowed_values,
+    dump_config,
+    help_text,
+)
 from sglang_ssd.drafter.checkpoint import check_local
-from sglang_ssd.wire.endpoints import IPC, SOCKET_DIR_PREFIX, unique_ipc_endpoint
+from sglang_ssd.wire.endpoints import (
+    ALLOWED_ENDPOINTS,
+    IPC,
+    SOCKET_DIR_PREFIX,
+    unique_ipc_endpoint,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,33 +53,95 @@ _LOG_TAIL_LINES = 60
 _REASON_LINES = 8
 
 
+def _like(name: str) -> msgspec.Meta:
+    """Described as the setting of SsdConfig that says the same."""
+    return msgspec.Meta(description=f"{help_text(name)} Allowed: {allowed_values(name)}.")
+
+
+def _help(text: str, *, allowed: str) -> msgspec.Meta:
+    return msgspec.Meta(description=f"{text} Allowed: {allowed}.")
+
+
 class DrafterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One drafter process. Fields are its command-line flags (--model-path, ...), same names."""
 
-    model_path: str
-    revision: str | None = None
-    load_format: str = "auto"
-    quantization: str | None = None
-    trust_remote_code: bool = False
+    model_path: Annotated[
+        str, _help("The draft model.", allowed="a folder, or a name at the Hugging Face hub")
+    ]
+    revision: Annotated[
+        str | None,
+        _help(
+            "Branch, tag or commit of a model at the hub. Left out: its main branch.",
+            allowed="a text, or left out",
+        ),
+    ] = None
+    load_format: Annotated[
+        str,
+        _help(
+            "Format of the weights. dummy: random ones, none are read.",
+            allowed="what SGLang's --load-format takes",
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        str | None,
+        _help(
+            "How weights are quantized. Left out: as the checkpoint says.",
+            allowed="what SGLang's --quantization takes, or left out",
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, _help("Run model code that comes with the checkpoint.", allowed="given, or left out")
+    ] = False
 
-    endpoint: str = ""
-    """ipc:///path, tcp://127.0.0.1:port or, with keys, any tcp://; empty: start_drafter makes a
-    fresh ipc:// one."""
-    secret_key: str | None = None
-    """Our CURVE key, a .key_secret file of `python -m sglang_ssd.keys`."""
-    peer_keys: str | None = None
-    """The folder with the .key files of the targets that may connect."""
-    device: str = "auto"
-    dtype: str = "auto"
-    max_total_tokens: int | None = None
-    max_sequences: int | None = None
-    mem_fraction: float = 0.8
-    context_length: int | None = None
-    cores: str = "auto"
-    """CPU cores as "0-3,8", or "auto" for every core the machine lends us."""
-    gpu_id: int = 0
-    parent_pid: int | None = None
-    """The drafter exits when this process is gone; None for one started by hand."""
+    endpoint: Annotated[
+        str,
+        _help("Where to listen; targets name it as --ssd-endpoint.", allowed=ALLOWED_ENDPOINTS),
+    ] = ""
+    """Empty: start_drafter makes a fresh ipc:// one."""
+    secret_key: Annotated[
+        str | None,
+        _help(
+            "Our CURVE key, for targets on other machines; with --peer-keys only.",
+            allowed="a .key_secret file of python -m sglang_ssd.keys, or left out",
+        ),
+    ] = None
+    peer_keys: Annotated[
+        str | None,
+        _help(
+            "The CURVE keys of the targets that may connect; with --secret-key only.",
+            allowed="a folder of .key files of python -m sglang_ssd.keys, or left out",
+        ),
+    ] = None
+    device: Annotated[
+        str,
+        _help(
+            "Where the model runs. auto: cuda if there is one.",
+            allowed=ALLOWED_TEXTS["drafter_device"],
+        ),
+    ] = "auto"
+    dtype: Annotated[str, _like("drafter_dtype")] = "auto"
+    max_total_tokens: Annotated[int | None, _like("drafter_max_total_tokens")] = None
+    max_sequences: Annotated[int | None, _like("drafter_max_sequences")] = None
+    mem_fraction: Annotated[float, _like("drafter_mem_fraction")] = 0.8
+    context_length: Annotated[int | None, _like("drafter_context_length")] = None
+    cores: Annotated[
+        str,
+        _help(
+            "CPU cores to run on. auto: every core that the machine lends us.",
+            allowed="auto, or core numbers such as 0-2,5",
+        ),
+    ] = "auto"
+    gpu_id: Annotated[
+        int, _help("The device's index, as --device cuda:N says too.", allowed="a whole number")
+    ] = 0
+    parent_pid: Annotated[
+        int | None,
+        _help(
+            "Exit when this process is gone. Left out: one started by hand serves until told to "
+            "stop.",
+            allowed="a process id, or left out",
+        ),
+    ] = None
 
 
 class DraftFlags(Protocol):
@@ -81,11 +155,21 @@ class DraftFlags(Protocol):
 
 
 def settings_for_target(
-    flags: DraftFlags, config: SsdConfig, *, cores: str = "auto", gpu_id: int = 0
+    flags: DraftFlags,
+    config: SsdConfig,
+    *,
+    target_device: str,
+    cores: str = "auto",
+    gpu_id: int = 0,
 ) -> DrafterSettings:
-    """Settings of the drafter that serves a target started with these flags."""
+    """Settings of the drafter that serves a target started with these flags.
+
+    target_device and gpu_id are the target's; the drafter shares them unless it is told of others.
+    """
     if flags.speculative_draft_model_path is None:
         raise ValueError("--speculative-draft-model-path: got none, SSD needs a draft model")
+    device = target_device if config.drafter_device == "auto" else config.drafter_device
+    device, gpu_id = split_device(device, gpu_id=gpu_id)
     return DrafterSettings(
         model_path=flags.speculative_draft_model_path,
         revision=flags.speculative_draft_model_revision,
@@ -93,7 +177,7 @@ def settings_for_target(
         quantization=flags.speculative_draft_model_quantization,
         trust_remote_code=flags.trust_remote_code,
         endpoint=config.endpoint or "",
-        device=config.drafter_device,
+        device=device,
         dtype=config.drafter_dtype,
         max_total_tokens=config.drafter_max_total_tokens,
         max_sequences=config.drafter_max_sequences,
@@ -102,6 +186,18 @@ def settings_for_target(
         cores=cores,
         gpu_id=gpu_id,
     )
+
+
+def split_device(device: str, *, gpu_id: int) -> tuple[str, int]:
+    """Kind and index of "cuda:N", which SGLang takes apart from each other; gpu_id without an N.
+
+    ValueError if it is none.
+    """
+    kind, colon, index = device.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not index.isdecimal())):
+        allowed = ALLOWED_TEXTS["drafter_device"]
+        raise ValueError(f"device {device!r}: must be {allowed}")
+    return kind, int(index) if index else gpu_id
 
 
 def check_model(settings: DrafterSettings) -> None:

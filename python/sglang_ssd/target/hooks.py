@@ -35,6 +35,7 @@ from sglang_ssd.target.reload import ReloadRequest, reload_drafter
 from sglang_ssd.target.reporting import RoundReporter
 from sglang_ssd.target.stats import summarize
 from sglang_ssd.target.supervisor import DrafterSupervisor, Reload, RestartPace
+from sglang_ssd.trace import start_file
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -90,11 +91,14 @@ def start_before_target_loads(scheduler: Scheduler) -> None:
     if scheduler.metrics_collector is not None:
         _metric_labels = dict(scheduler.metrics_collector.labels)
     config = load_config()
+    if config.trace is not None:
+        start_file(config.trace)  # before the drafter, which adds to it
     if config.mode == "off" or config.endpoint is not None:
         return
     settings = settings_for_target(
         scheduler.server_args,
         msgspec.structs.replace(config, endpoint=make_endpoint()),
+        target_device=get_device().device,
         cores=drafter_cores(config),
         gpu_id=get_device().gpu_id,
     )

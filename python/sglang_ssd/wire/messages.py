@@ -141,7 +141,9 @@ class VerifyCommit(msgspec.Struct, frozen=True, tag="commit"):
     rids: list[str]
     generations: list[int]
     base_committed_lens: list[Length]  # ids of row i start at this length
-    num_verified_drafts: list[Count]  # how many drafts this round's verify looked at
+    # How many drafts this round's verify looked at: for tests and whoever records the wire. The
+    # drafter needs no more than the ids.
+    num_verified_drafts: list[Count]
     num_tokens: list[Count]
 
 

@@ -1,0 +1,31 @@
+"""One file for the processes of one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sglang_ssd.trace import Tracer, start_file
+
+
+def test_a_run_begins_its_file_anew_and_every_process_adds_to_it(tmp_path: Path) -> None:
+    """Red when a second run is mixed with the first, or the last process drops the others."""
+    path = tmp_path / "trace.json"
+    for run in range(2):
+        start_file(str(path))
+        for name in ("drafter", "target", "drafter again"):
+            tracer = Tracer(str(path), name)
+            tracer.add(f"{name} {run}", 0, 1000)
+            tracer.flush()
+    events = json.loads(path.read_text().rstrip(",\n") + "]")
+    assert [event["name"] for event in events if event["ph"] == "X"] == [
+        "drafter 1",
+        "target 1",
+        "drafter again 1",
+    ]
+
+
+def test_a_drafter_started_by_hand_begins_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    Tracer(str(path), "drafter").flush()
+    assert path.read_text().startswith("[\n{")
