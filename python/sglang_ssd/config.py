@@ -160,7 +160,10 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = "auto"
     drafter_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        _help("Data type of the drafter's weights and KV. auto: that of its checkpoint."),
+        _help(
+            "Data type of the drafter's weights and KV. auto: that of its checkpoint, float16 for "
+            "float32."
+        ),
     ] = "auto"
     drafter_max_total_tokens: Annotated[
         PositiveInt | None,
