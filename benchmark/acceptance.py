@@ -65,6 +65,7 @@ ITEMS: dict[str, tuple[str, ...]] = {
         "test/e2e/test_limits.py",
         "test/e2e/test_observability.py",
         "test/e2e/test_operator.py",
+        "test/e2e/test_reload_answer.py",
         "test/e2e/test_sessions.py",
         "test/e2e/test_trace.py",
     ),
