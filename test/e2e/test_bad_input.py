@@ -395,10 +395,11 @@ def test_launcher_refuses_its_own_flags_with_everything_else(target: Path) -> No
             "--ssd-backup, --ssd-lease-s: mean something only with --speculative-algorithm SSD "
             "(given: None)",
         ),
-        (
+        pytest.param(
             ["--ssd-target-cores", "0-9999"],
             "--ssd-target-cores '0-9999': no core {missing_cores} here; this process may use "
             "{lent_cores}",
+            marks=pytest.mark.slow,  # every one imports SGLang anew
         ),
     ],
 )

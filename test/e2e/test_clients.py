@@ -178,7 +178,7 @@ def test_stock_serving_benchmark(
         server, tmp_path, num_prompts=6, num_tokens=24, backend=backend, streamed=streamed
     )
     figures["accept_length"] = accept_length
-    assert accept_length > 3
+    assert accept_length > 2
     assert found["completed"] == 6
     assert found["total_output_tokens"] == 6 * 24
 

@@ -58,7 +58,13 @@ def assert_right(found: dict[str, Any]) -> None:
             assert figures["accept length"] == 5, "the same weights are always right"
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if index else [])
+        for index, name in enumerate(CLASSES)
+    ],
+)
 def test_every_supported_class_with_small_random_weights(name: str, tmp_path: Path) -> None:
     transformers.set_seed(0)
     config = CLASSES[name](**SMALL)
