@@ -39,6 +39,7 @@ ITEMS: dict[str, tuple[str, ...]] = {
         "test/e2e/test_drafter_model.py",
         "test/e2e/test_hooks_without_ssd.py",
         "test/e2e/test_row_transforms.py",
+        "test/e2e/test_weight_export.py",
     ),
     "bad-input": ("test/e2e/test_bad_input.py", "test/e2e/test_bad_requests.py"),
     "identity": ("test/e2e/test_greedy_identity.py",),

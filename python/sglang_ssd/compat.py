@@ -52,6 +52,8 @@ HOOKED: dict[str, tuple[str, ...]] = {
         "out_cache_loc",
         "batch_size",
     ),
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    ".save_remote_model": ("self", "params"),
     "sglang.srt.session.session_controller.Session.create_req": (
         "self",
         "req",

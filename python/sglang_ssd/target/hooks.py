@@ -77,6 +77,12 @@ def register_hooks() -> None:
         end_where_plain_decode_ends,
         HookType.AROUND,
     )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler_components.weight_updater"
+        ".SchedulerWeightUpdaterManager.save_remote_model",
+        save_the_target_alone,
+        HookType.AROUND,
+    )
     HookRegistry.register(f"{tokenizer}.__init__", http_routes.add_routes, after)
     controller = f"{state}.SchedulerInternalStateController"
     HookRegistry.register(f"{controller}._add_speculative", add_ssd_state, after)
@@ -227,6 +233,17 @@ def end_where_plain_decode_ends(
             req.output_ids.extend(run[index + 1 :])
             break
     req.grammar = grammar
+
+
+def save_the_target_alone(save: Callable[..., None], updater: Any, params: dict[str, Any]) -> None:
+    """SGLang saves the model of a draft worker too; ours has none, the drafter has it."""
+    if get_spec().speculative_algorithm != ALGORITHM:
+        return save(updater, params)
+    worker, updater.draft_worker = updater.draft_worker, None
+    try:
+        save(updater, params)
+    finally:
+        updater.draft_worker = worker
 
 
 def add_ssd_state(result: None, controller: Any, state: dict[str, Any]) -> None:
