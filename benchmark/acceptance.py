@@ -126,8 +126,9 @@ def read_report(report: Path, exit_code: int) -> Record:
         for problem in case
         if problem.tag in {"failure", "error"}
     }
-    if exit_code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        failures["pytest"] = f"did not run to its end: {pytest.ExitCode(exit_code).name}"
+    explained = exit_code == pytest.ExitCode.TESTS_FAILED and failures
+    if exit_code != pytest.ExitCode.OK and not explained:
+        failures["pytest"] = f"did not run to its end: exit code {exit_code}"
     skipped = sum(case.find("skipped") is not None for case in cases)
     return {
         "passed": len(cases) - skipped - len(failures.keys() - {"pytest"}),

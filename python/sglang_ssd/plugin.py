@@ -6,7 +6,9 @@ refusal to the algorithm's validation, which runs when the server's arguments ar
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import sys
 
 _registered = False
 
@@ -26,6 +28,7 @@ def register() -> None:
     if _registered:
         return
     _registered = True
+    end_if_orphaned()
     from sglang_ssd import compat
     from sglang_ssd.platform import cpu
     from sglang_ssd.target import algorithm
@@ -42,3 +45,14 @@ def register() -> None:
     session_hooks.register_hooks()
     if cpu.is_selected():
         cpu.register_hooks()
+
+
+def end_if_orphaned() -> None:
+    """End a child of a server that was stopped while the child was still importing SGLang.
+
+    SGLang asks the kernel to end it with its parent, right before it loads plugins; of a parent
+    that has ended by then the kernel says nothing, and the child would wait for ever.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():
+        sys.exit(f"sglang-ssd: the server {parent.pid} ended while this process was starting")

@@ -88,6 +88,19 @@ def test_two_servers_side_by_side(pool: ServerPool, reference: Reference, spec_f
     assert first.healthy()
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_server_that_is_stopped_at_its_start(
+    how: signal.Signals, pool: ServerPool, spec_for: Any
+) -> None:
+    """Red when a process that was just started does not notice that its parent has gone."""
+    server = pool.start(spec_for("random"))
+    deadline = time.monotonic() + 300
+    while len(server.family()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(server.family()) >= 3, server.log_tail()
+    server.stop(how)
+
+
 @pytest.mark.parametrize(
     ("kind", "how"),
     [("self", signal.SIGINT), ("random", signal.SIGTERM), ("noisy", signal.SIGKILL)],

@@ -23,7 +23,7 @@ def test_every_test_file_is_part_of_an_item() -> None:
     assert files == run
 
 
-@pytest.mark.parametrize(("code", "failures"), [(0, set()), (2, {"pytest"})])
+@pytest.mark.parametrize(("code", "failures"), [(0, set()), (1, {"pytest"}), (2, {"pytest"})])
 def test_an_interrupted_run_has_not_passed(tmp_path: Path, code: int, failures: set[str]) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
