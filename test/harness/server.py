@@ -39,6 +39,7 @@ COMMON_FLAGS = (
     *("--max-running-requests", "16"),
     *("--mem-fraction-static", "0.9"),  # the pools are bounded above; other servers run beside
     *("--random-seed", "7"),
+    *("--decode-log-interval", "8"),  # SGLang's accept length is of whole intervals
     "--enable-custom-logit-processor",
     "--sleep-on-idle",  # several servers share the cores
 )
