@@ -25,7 +25,7 @@ Samples = dict[str, dict[str, float]]
 def server(pool: ServerPool, spec_for: Any) -> Server:
     spec = spec_for(
         "noisy",
-        flags=("--enable-metrics", "--decode-log-interval", "8", "--disable-overlap-schedule"),
+        flags=("--enable-metrics", "--disable-overlap-schedule"),
         settings=(("max_batch_size", MAX_BATCH_SIZE),),
     )
     return pool.get(spec)

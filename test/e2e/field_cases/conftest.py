@@ -22,7 +22,6 @@ SHARED: dict[str, Any] = {
     "flags": (
         *("--chunked-prefill-size", str(CHUNK)),
         "--enable-metrics",
-        *("--decode-log-interval", "8"),  # an average is brought up to date as often
     ),
     "settings": (("allow_padded_vocab", True),),
 }
