@@ -92,7 +92,7 @@ def test_ordinary_speculative_decoding(
     assert_on_time(rounds)
     assert rounds.correct_drafts > 0
     if kind == "self":
-        assert rounds.accept_length("sync") >= 0.95 * (server.spec.num_steps + 1)
+        assert rounds.accept_length("sync") >= 0.9 * (server.spec.num_steps + 1)
 
 
 def test_greedy_output_at_the_default_deadline(
