@@ -23,6 +23,10 @@ from sglang_ssd.wire.endpoints import ALLOWED_ENDPOINTS, endpoint_refusal
 CONFIG_ENV = "SGLANG_SSD_CONFIG"
 """Environment variable that carries the config: JSON text, or the path of a JSON file."""
 
+PLATFORM_ENV = "SGLANG_PLATFORM"
+CPU_PLATFORM = "ssd_cpu"
+"""Our platform's name in SGLang's variable."""
+
 MAX_NUM_STEPS = 16
 
 ALLOWED_TEXTS = {

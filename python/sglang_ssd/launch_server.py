@@ -17,6 +17,8 @@ import msgspec
 
 from sglang_ssd.config import (
     CONFIG_ENV,
+    CPU_PLATFORM,
+    PLATFORM_ENV,
     SettingsError,
     SsdConfig,
     allowed_values,
@@ -28,9 +30,6 @@ from sglang_ssd.config import (
 )
 from sglang_ssd.drafter.process import sweep_socket_dirs
 from sglang_ssd.platform.affinity import core_reasons, lent_cores
-
-PLATFORM_ENV = "SGLANG_PLATFORM"
-CPU_PLATFORM = "ssd_cpu"
 
 HOLDS_WITHOUT_SSD = frozenset({"target_cores"})
 """Settings that mean something to a server without speculation."""

@@ -83,6 +83,9 @@ def test_ordinary_speculative_decoding(
     counter = RoundCounter(server)
     greedy = greedy_requests(server)
     found = assert_same(reference, greedy, generate_all(server.url, greedy))
+    if kind == "self":
+        accept_length = counter.since().accept_length("sync")
+        assert accept_length >= 0.95 * (server.spec.num_steps + 1)
     for params in FILTERS.values():
         draws = seeded(server.spec.model, 12, params)
         assert_same_draws(drafts_off, draws, generate_all(server.url, draws))

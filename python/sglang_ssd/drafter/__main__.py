@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, get_type_hints
 
 import msgspec
 
-from sglang_ssd.config import SsdConfig, load_config
+from sglang_ssd.config import CPU_PLATFORM, PLATFORM_ENV, SsdConfig, load_config
 from sglang_ssd.drafter.process import (
     FAILURE,
     DrafterSettings,
@@ -41,8 +41,6 @@ logger = logging.getLogger("sglang_ssd.drafter")
 _DEFAULT_MAX_SEQUENCES = 64
 _IDLE_WAIT_S = 1.0
 _PR_SET_PDEATHSIG = 1
-_PLATFORM_ENV = "SGLANG_PLATFORM"
-_CPU_PLATFORM = "ssd_cpu"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,9 +206,9 @@ def _choose_device(device: str) -> str:
 def _choose_platform(device: str) -> None:
     """Ours on a CPU; elsewhere none, even if a target on a CPU has started us."""
     if device == "cpu":
-        os.environ.setdefault(_PLATFORM_ENV, _CPU_PLATFORM)
-    elif os.environ.get(_PLATFORM_ENV) == _CPU_PLATFORM:
-        del os.environ[_PLATFORM_ENV]
+        os.environ.setdefault(PLATFORM_ENV, CPU_PLATFORM)
+    elif os.environ.get(PLATFORM_ENV) == CPU_PLATFORM:
+        del os.environ[PLATFORM_ENV]
 
 
 def _exit_quietly(signum: int, frame: types.FrameType | None) -> None:

@@ -170,21 +170,12 @@ class DraftClient:
         Of all that is mirrored by name, so that a sequence whose close was lost still ends.
         """
         now = self._clock()
-        live = [sequence for sequence in self._sequences.values() if sequence.is_synced]
-        if now < self._next_renewal or not live or not self._can_talk():
+        if now < self._next_renewal or not self._can_talk():
             return
         self._next_renewal = now + _RENEWAL_S
-        num_rows = len(live)
-        self._num_commits += 1
-        message = VerifyCommit(
-            round_id=self._num_commits,
-            rids=[s.rid for s in live],
-            generations=[s.generation for s in live],
-            base_committed_lens=[s.acked_len for s in live],
-            num_verified_drafts=[0] * num_rows,
-            num_tokens=[0] * num_rows,
-        )
-        if not self.link.send(message, ()):
+        live = [sequence for sequence in self._sequences.values() if sequence.is_synced]
+        nothing = [0] * len(live)
+        if live and not self.link.send(self._next_commit(live, nothing, num_tokens=nothing), ()):
             self._deadline.note_unreachable()
 
     def collect(self, rids: Sequence[str]) -> list[list[int]]:
@@ -335,16 +326,8 @@ class DraftClient:
         ids = array("i")
         for sequence in live:
             ids.extend(sequence.tokens[sequence.acked_len :])
-        self._num_commits += 1
-        message = VerifyCommit(
-            round_id=self._num_commits,
-            rids=[s.rid for s in live],
-            generations=[s.generation for s in live],
-            base_committed_lens=[s.acked_len for s in live],
-            num_verified_drafts=num_verified,
-            num_tokens=[len(s.tokens) - s.acked_len for s in live],
-        )
-        if not self.link.send(message, ids):
+        num_tokens = [len(s.tokens) - s.acked_len for s in live]
+        if not self.link.send(self._next_commit(live, num_verified, num_tokens=num_tokens), ids):
             self._deadline.note_unreachable()
             self._why_untold = "drafter_down"
             return
@@ -353,6 +336,19 @@ class DraftClient:
         self._commit_times[self._num_commits] = self._clock()
         if len(self._commit_times) > _COMMITS_TIMED:
             del self._commit_times[next(iter(self._commit_times))]
+
+    def _next_commit(
+        self, live: list[DraftSequence], num_verified: list[int], *, num_tokens: list[int]
+    ) -> VerifyCommit:
+        self._num_commits += 1
+        return VerifyCommit(
+            round_id=self._num_commits,
+            rids=[s.rid for s in live],
+            generations=[s.generation for s in live],
+            base_committed_lens=[s.acked_len for s in live],
+            num_verified_drafts=num_verified,
+            num_tokens=num_tokens,
+        )
 
     def _wait_for(self, rows: list[DraftSequence]) -> None:
         start = self._clock()
