@@ -28,6 +28,7 @@ CPU_PLATFORM = "ssd_cpu"
 """Our platform's name in SGLang's variable."""
 
 MAX_NUM_STEPS = 16
+DEFAULT_NUM_STEPS = 4
 
 ALLOWED_TEXTS = {
     "endpoint": ALLOWED_ENDPOINTS,
@@ -44,6 +45,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class SettingsError(ValueError):
@@ -163,7 +165,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         str, _help("Device of the drafter. auto: the kind of device that the target is on.")
     ] = "auto"
     drafter_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
+        Dtype,
         _help(
             "Data type of the drafter's weights and KV. auto: that of its checkpoint, float16 for "
             "float32."
@@ -216,6 +218,30 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "there already is overwritten."
         ),
     ] = None
+
+
+OF_THE_DRAFTER = frozenset(
+    {
+        *("mode", "backup", "fan_out", "fan_out_policy", "acceptance_rate", "power_law_exponent"),
+        *("lease_s", "prefill_slice_tokens"),
+        *("restart_delay_s", "restart_delay_max_s", "restart_healthy_s"),
+        *(name for name in SsdConfig.__struct_fields__ if name.startswith("drafter_")),
+    }
+)
+"""What a drafter that was started by hand has of its own; a target that connects to it goes by
+none of them, but for mode off."""
+
+
+def without_effect(config: SsdConfig) -> list[str]:
+    """Flags that differ from their defaults and mean nothing to a target of this config."""
+    if config.endpoint is None or config.mode == "off":
+        return []
+    defaults = SsdConfig()
+    return [
+        flag_name(name)
+        for name in SsdConfig.__struct_fields__
+        if name in OF_THE_DRAFTER and getattr(config, name) != getattr(defaults, name)
+    ]
 
 
 class ConfigReading(msgspec.Struct, frozen=True):
@@ -345,16 +371,25 @@ def allowed_values(field: str) -> str:
     return described
 
 
-def help_text(field: str) -> str:
+def help_text(field: str, struct: type[msgspec.Struct] = SsdConfig) -> str:
     """What a setting does, in a sentence or two."""
-    info = _type_info(field)
+    info = _type_info(field, struct)
     assert isinstance(info, msgspec.inspect.Metadata), f"{field} has no help text"
     assert info.extra_json_schema is not None, f"{field} has no help text"
     return str(info.extra_json_schema["description"])
 
 
-def _type_info(field: str) -> msgspec.inspect.Type:
-    types = {info.name: info.type for info in msgspec.structs.fields(SsdConfig)}
+def shown_default(value: object) -> str:
+    """A default as --help names it."""
+    if value is None:
+        return "left out"
+    if isinstance(value, list):
+        return _shown(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _type_info(field: str, struct: type[msgspec.Struct] = SsdConfig) -> msgspec.inspect.Type:
+    types = {info.name: info.type for info in msgspec.structs.fields(struct)}
     return msgspec.inspect.type_info(types[field])
 
 

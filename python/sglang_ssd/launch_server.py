@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ import msgspec
 from sglang_ssd.config import (
     CONFIG_ENV,
     CPU_PLATFORM,
+    DEFAULT_NUM_STEPS,
+    MAX_NUM_STEPS,
     PLATFORM_ENV,
     SettingsError,
     SsdConfig,
@@ -27,6 +30,7 @@ from sglang_ssd.config import (
     help_text,
     load_config,
     raw_settings,
+    shown_default,
 )
 from sglang_ssd.drafter.process import sweep_socket_dirs
 from sglang_ssd.platform.affinity import core_reasons, lent_cores
@@ -39,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Start the server of this command line and serve until it is told to stop."""
     given = list(sys.argv[1:] if argv is None else argv)
     own_parser = ssd_parser()
-    own_flags, server_argv = own_parser.parse_known_args(given)
+    own_flags, server_argv = own_parser.parse_known_args(_join_negative_values(given))
     settings: dict[str, Any] = vars(own_flags)
     try:
         if settings:
@@ -48,6 +52,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         _serve(server_argv, settings)
     except SettingsError as error:
         sys.exit(f"sglang-ssd: {error}")
+
+
+def _join_negative_values(argv: Sequence[str]) -> list[str]:
+    """--ssd-fan-out -1,2 as one word: argparse takes a lone -1,2 for a flag, and says no more."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and re.fullmatch(r"--ssd-[a-z-]+", joined[-1]) and re.match(r"-\d", word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def ssd_parser() -> argparse.ArgumentParser:
@@ -60,11 +75,13 @@ def ssd_parser() -> argparse.ArgumentParser:
 def add_ssd_flags(parser: argparse.ArgumentParser) -> None:
     """One flag for each field of SsdConfig, whose help states its default and what it may be."""
     group = parser.add_argument_group(
-        "SSD", "Speculative speculative decoding, with --speculative-algorithm SSD."
+        "SSD",
+        "Speculative speculative decoding, with --speculative-algorithm SSD. K, the drafts of a "
+        f"round, is --speculative-num-steps: 1 to {MAX_NUM_STEPS}, default {DEFAULT_NUM_STEPS}.",
     )
     defaults = msgspec.to_builtins(SsdConfig())
     for field in msgspec.structs.fields(SsdConfig):
-        default = _shown_default(defaults[field.name])
+        default = shown_default(defaults[field.name])
         allowed = f" Allowed: {allowed_values(field.name)}."
         text = f"{help_text(field.name)}{allowed} Default: {default}."
         options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
@@ -155,14 +172,6 @@ def _print_help() -> None:
     ServerArgs.add_cli_args(parser)
     add_ssd_flags(parser)
     parser.print_help()
-
-
-def _shown_default(value: object) -> str:
-    if value is None:
-        return "left out"
-    if isinstance(value, list):
-        return ",".join(str(item) for item in value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 if __name__ == "__main__":

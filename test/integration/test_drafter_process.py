@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ssd.config import CONFIG_ENV, SsdConfig, load_config
-from sglang_ssd.drafter.__main__ import _choose_platform, flag_help, parse_settings
+from sglang_ssd.drafter.__main__ import _bind_cores, _choose_platform, flag_help, parse_settings
 from sglang_ssd.drafter.process import (
     DrafterSettings,
     process_exists,
@@ -106,6 +106,34 @@ def test_a_device_that_is_none_is_refused_by_its_flag(
     with pytest.raises(SystemExit):
         parse_settings(["--model-path", "/m", "--device", device])
     assert f"--device {device!r}: must be auto, cpu, cuda or cuda:N" in capsys.readouterr().err
+
+
+def test_every_wrong_flag_of_a_drafter_is_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Red when a drafter started by hand takes a value that the launcher would refuse."""
+    wrong = {
+        "--dtype": "int8",
+        "--max-total-tokens": "-5",
+        "--max-sequences": "0",
+        "--mem-fraction": "nan",
+        "--context-length": "long",
+        "--cores": "3-1",
+        "--gpu-id": "-1",
+    }
+    argv = [f"{flag}={value}" for flag, value in wrong.items()]
+    with pytest.raises(SystemExit):
+        parse_settings(["--model-path", "/m", *argv])
+    said = capsys.readouterr().err
+    for flag, value in wrong.items():
+        assert f"{flag} {value!r}: must be " in said
+    assert "must be a number between 0 and 1, both excluded" in said
+
+
+def test_cores_that_are_not_here_are_refused_by_their_flag() -> None:
+    """Red when a drafter says no more than that an argument was invalid."""
+    here = os.sched_getaffinity(0)
+    with pytest.raises(ValueError, match="--cores '1020-1022': none of them is here"):
+        _bind_cores("1020-1022")
+    assert os.sched_getaffinity(0) == here
 
 
 @pytest.mark.parametrize(

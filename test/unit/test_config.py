@@ -15,6 +15,7 @@ from sglang_ssd.config import (
     help_text,
     load_config,
     validate,
+    without_effect,
 )
 
 
@@ -114,3 +115,13 @@ def test_texts_of_a_command_line_become_values() -> None:
     )
     with pytest.raises(ValueError, match=r"--ssd-fan-out 4,x"):
         build_config(from_texts({"fan_out": ["4", "x"]}))
+
+
+def test_what_is_without_effect_on_another_drafter_is_known() -> None:
+    """Red when a setting that only a drafter reads is taken from a server that started none."""
+    settings = {"fan_out": [4], "drafter_cores": "0", "restart_delay_s": 1, "trace": "t.json"}
+    assert without_effect(build_config(settings)) == []
+    assert without_effect(build_config({**settings, "endpoint": "ipc:///d"})) == [
+        *("--ssd-fan-out", "--ssd-restart-delay-s", "--ssd-drafter-cores")
+    ]
+    assert without_effect(build_config({**settings, "endpoint": "ipc:///d", "mode": "off"})) == []

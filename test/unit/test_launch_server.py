@@ -38,6 +38,9 @@ def test_every_setting_is_a_flag_with_default_and_range() -> None:
     for field in msgspec.structs.fields(SsdConfig):
         assert f"{flag_name(field.name)}" in shown
     assert shown.count("Default:") == shown.count("Allowed:") == len(SsdConfig.__struct_fields__)
+    for default in ("Default: async.", "Default: 3.", "Default: 0.8.", "Default: left out."):
+        assert default in shown
+    assert "--speculative-num-steps: 1 to 16, default 4." in shown
 
 
 def test_ssd_flags_are_taken_and_sglangs_are_left() -> None:
@@ -59,6 +62,22 @@ def test_all_wrong_flags_are_named_by_who_reads_them() -> None:
         parse("--ssd-mode", "fast", "--ssd-fan-out", "3,-1", "--ssd-reply-deadline-ms", "0")
     for part in ("--ssd-mode 'fast'", "--ssd-fan-out 3,-1", "--ssd-reply-deadline-ms '0'"):
         assert part in str(caught.value)
+
+
+def test_a_wrong_number_that_looks_like_a_flag_is_a_wrong_number(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    """Red when argparse, which takes -1,2 for a flag, ends before the other reasons are heard."""
+    served = []
+    environment.setattr(launch_server, "_serve", lambda argv, settings: served.append(argv))
+    launch_server.main(
+        ["--ssd-fan-out", "-1,2", "--ssd-lease-s", "-3", "--ssd-allow-padded-vocab", "--port", "1"]
+    )
+    assert served == [["--port", "1", "--device", "cpu"]]
+    with pytest.raises(SettingsError) as caught:
+        load_config()
+    assert "--ssd-fan-out -1,2: must be" in str(caught.value)
+    assert "--ssd-lease-s '-3': must be" in str(caught.value)
 
 
 def test_cpu_platform_is_chosen_without_an_accelerator() -> None:

@@ -54,7 +54,8 @@ def tree_mask(
     positions = torch.tensor([j for cohort in cohorts for j in cohort.positions])
     chain = torch.arange(chain_len)[None, :] <= positions[:, None]
     earlier = [_identity(len(one.positions)).repeat(1, one.num_steps_fed) for one in cohorts]
-    return torch.cat([chain, torch.block_diag(*earlier), _identity(len(positions))], dim=1)
+    own_steps = torch.block_diag(*earlier)  # type: ignore[no-untyped-call]
+    return torch.cat([chain, own_steps, _identity(len(positions))], dim=1)
 
 
 def _identity(size: int) -> torch.Tensor:

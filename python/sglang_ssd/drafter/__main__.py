@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
@@ -18,11 +19,18 @@ import types
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, get_type_hints
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang_ssd.config import CPU_PLATFORM, PLATFORM_ENV, SsdConfig, load_config
+from sglang_ssd.config import (
+    CPU_PLATFORM,
+    PLATFORM_ENV,
+    SsdConfig,
+    help_text,
+    load_config,
+    shown_default,
+)
 from sglang_ssd.drafter.process import (
     FAILURE,
     DrafterSettings,
@@ -113,7 +121,9 @@ def _load(settings: DrafterSettings, config: SsdConfig, transport: DrafterTransp
     from sglang_ssd.drafter.runner import SglangModelStep, load_tokens
     from sglang_ssd.trace import Tracer
 
-    max_sequences = settings.max_sequences or _DEFAULT_MAX_SEQUENCES
+    max_sequences = settings.max_sequences
+    if max_sequences is None:
+        max_sequences = _DEFAULT_MAX_SEQUENCES
     model = SglangModelStep(settings, device=device, max_sequences=max_sequences)
     warm_up(model)
     return DraftLoop(
@@ -133,36 +143,60 @@ def parse_settings(argv: Sequence[str] | None = None) -> DrafterSettings:
         description="Serve drafts to SGLang servers started with --ssd-endpoint. Mode, fan-out, "
         "backup and lease come from SGLANG_SSD_CONFIG (JSON or the path of a file).",
     )
-    hints = get_type_hints(DrafterSettings)
-    for field in msgspec.structs.fields(DrafterSettings):
-        flag = "--" + field.name.replace("_", "-")
-        hint, text = hints[field.name], flag_help(field.name)
-        if hint is bool:
+    fields = msgspec.structs.fields(DrafterSettings)
+    for field in fields:
+        flag, text = drafter_flag(field.name), flag_help(field.name)
+        if field.default is False:
             parser.add_argument(flag, action="store_true", help=text)
-        elif field.required:
-            parser.add_argument(flag, required=True, help=text)
         else:
-            kind = next(t for t in (int, float, str) if t is hint or hint == (t | None))
-            parser.add_argument(flag, type=kind, default=field.default, help=text)
+            parser.add_argument(flag, required=field.required, default=field.default, help=text)
     given = vars(parser.parse_args(argv))
+    reasons = []
+    for field in fields:
+        try:
+            given[field.name] = _converted(field, given[field.name])
+        except ValueError as error:
+            reasons.append(f"{drafter_flag(field.name)} {given[field.name]!r}: {error}")
+    if reasons:
+        parser.error("; ".join(reasons))
+    device, gpu_id = split_device(given["device"], gpu_id=given["gpu_id"])
+    return DrafterSettings(**{**given, "device": device, "gpu_id": gpu_id})
+
+
+def _converted(field: msgspec.structs.FieldInfo, value: object) -> object:
+    """The value of a flag's text; ValueError with what is allowed."""
     try:
-        device, gpu_id = split_device(given["device"], gpu_id=given["gpu_id"])
+        converted = msgspec.convert(value, type=field.type, strict=False)
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise ValueError("not a finite number")
+        if field.name == "cores" and converted != "auto":
+            parse_cores(str(converted))
+        if field.name == "device":
+            split_device(str(converted), gpu_id=0)
     except ValueError as error:
-        parser.error(f"--{error}")
-    return msgspec.convert({**given, "device": device, "gpu_id": gpu_id}, type=DrafterSettings)
+        raise ValueError(f"must be {_allowed(field)}") from error
+    return converted
+
+
+def drafter_flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def flag_help(name: str) -> str:
     """What a flag does, may be, and is if it is left out."""
     fields = {field.name: field for field in msgspec.structs.fields(DrafterSettings)}
-    info = msgspec.inspect.type_info(fields[name].type)
-    assert isinstance(info, msgspec.inspect.Metadata), f"{name} has no help text"
-    assert info.extra_json_schema is not None, f"{name} has no help text"
-    text = str(info.extra_json_schema["description"])
-    default = fields[name].default
-    if fields[name].required or default in (None, False, ""):
+    field = fields[name]
+    text = f"{help_text(name, DrafterSettings)} Allowed: {_allowed(field)}."
+    if field.required or field.default in (None, False, ""):
         return text
-    return f"{text} Default: {default}."
+    return f"{text} Default: {shown_default(field.default)}."
+
+
+def _allowed(field: msgspec.structs.FieldInfo) -> str:
+    info = msgspec.inspect.type_info(field.type)
+    assert isinstance(info, msgspec.inspect.Metadata), f"{field.name} does not say what it may be"
+    assert info.extra is not None, f"{field.name} does not say what it may be"
+    return str(info.extra["allowed"])
 
 
 def _tie_to_parent(parent_pid: int | None) -> None:
@@ -186,7 +220,10 @@ def _watch_parent(parent_pid: int) -> None:
 def _bind_cores(cores: str) -> None:
     """Drop the affinity that a parent bound to its own cores, take ours, one thread for each."""
     wanted = tuple(range(os.cpu_count() or 1)) if cores == "auto" else parse_cores(cores)
-    os.sched_setaffinity(0, wanted)
+    try:
+        os.sched_setaffinity(0, wanted)
+    except OSError as error:
+        raise ValueError(f"--cores {cores!r}: none of them is here: {error}") from error
     lent = sorted(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(len(lent))
     # SGLang binds threads of its own accord; this is the variable that it asks where.

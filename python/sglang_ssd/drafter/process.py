@@ -31,6 +31,10 @@ import psutil
 from sglang_ssd.config import (
     ALLOWED_TEXTS,
     CONFIG_ENV,
+    Count,
+    Dtype,
+    PositiveInt,
+    Share,
     SsdConfig,
     allowed_values,
     dump_config,
@@ -55,11 +59,11 @@ _REASON_LINES = 8
 
 def _like(name: str) -> msgspec.Meta:
     """Described as the setting of SsdConfig that says the same."""
-    return msgspec.Meta(description=f"{help_text(name)} Allowed: {allowed_values(name)}.")
+    return _help(help_text(name), allowed=allowed_values(name))
 
 
 def _help(text: str, *, allowed: str) -> msgspec.Meta:
-    return msgspec.Meta(description=f"{text} Allowed: {allowed}.")
+    return msgspec.Meta(description=text, extra={"allowed": allowed})
 
 
 class DrafterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,11 +123,11 @@ class DrafterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             allowed=ALLOWED_TEXTS["drafter_device"],
         ),
     ] = "auto"
-    dtype: Annotated[str, _like("drafter_dtype")] = "auto"
-    max_total_tokens: Annotated[int | None, _like("drafter_max_total_tokens")] = None
-    max_sequences: Annotated[int | None, _like("drafter_max_sequences")] = None
-    mem_fraction: Annotated[float, _like("drafter_mem_fraction")] = 0.8
-    context_length: Annotated[int | None, _like("drafter_context_length")] = None
+    dtype: Annotated[Dtype, _like("drafter_dtype")] = "auto"
+    max_total_tokens: Annotated[PositiveInt | None, _like("drafter_max_total_tokens")] = None
+    max_sequences: Annotated[PositiveInt | None, _like("drafter_max_sequences")] = None
+    mem_fraction: Annotated[Share, _like("drafter_mem_fraction")] = 0.8
+    context_length: Annotated[PositiveInt | None, _like("drafter_context_length")] = None
     cores: Annotated[
         str,
         _help(
@@ -132,10 +136,14 @@ class DrafterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ),
     ] = "auto"
     gpu_id: Annotated[
-        int, _help("The device's index, as --device cuda:N says too.", allowed="a whole number")
+        Count,
+        _help(
+            "The device's index, as --device cuda:N says too.",
+            allowed="a whole number of at least 0",
+        ),
     ] = 0
     parent_pid: Annotated[
-        int | None,
+        PositiveInt | None,
         _help(
             "Exit when this process is gone. Left out: one started by hand serves until told to "
             "stop.",

@@ -16,6 +16,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ssd import compat
 from sglang_ssd.config import (
+    DEFAULT_NUM_STEPS,
     MAX_NUM_STEPS,
     SettingsError,
     SsdConfig,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 ALGORITHM = "SSD"
-DEFAULT_NUM_STEPS = 4
 
 HONOURED_FLAGS = frozenset(
     {

@@ -102,6 +102,11 @@ class DraftClient:
         return len(self._sequences)
 
     @property
+    def num_restarts(self) -> int:
+        """Times that another drafter took over."""
+        return max(0, self.link.lives - 1)
+
+    @property
     def transport_stats(self) -> TransportStats:
         return self._transport.stats
 

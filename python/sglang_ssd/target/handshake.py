@@ -10,7 +10,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Protocol
 
-from sglang_ssd.config import SsdConfig
+from sglang_ssd.config import SsdConfig, without_effect
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.reply_deadline import ReplyDeadline
 from sglang_ssd.target.supervisor import DrafterSupervisor
@@ -47,6 +47,11 @@ def connect(
     """
     endpoint = drafter.endpoint if drafter is not None else config.endpoint
     assert endpoint is not None, "a drafter is started exactly when no endpoint is configured"
+    if ignored := without_effect(config):
+        logger.warning(
+            "%s: without effect, because the drafter at --ssd-endpoint has settings of its own",
+            ", ".join(ignored),
+        )
     tokens = [] if tokenizer is None else token_strings(tokenizer.get_vocab())
     hello = Hello(
         schema_version=SCHEMA_VERSION,

@@ -281,7 +281,7 @@ def drafter_state(client: DraftClient, drafter: DrafterSupervisor | None) -> dic
         "drafter_pid": drafter.pid if drafter is not None else welcome and welcome.drafter_pid,
         "drafter_alive": drafter.alive() if drafter is not None else None,
         "drafter_model": drafter.model_path if drafter is not None else None,
-        "restarts": drafter.num_starts - 1 if drafter is not None else client.link.lives - 1,
+        "restarts": client.num_restarts,
         "last_error": (drafter.last_error if drafter is not None else "") or client.link.last_error,
         "reload": _reload_state(client, drafter),
     }

@@ -123,7 +123,7 @@ def _values(client: DraftClient) -> Values:
     return values_of(
         client.stats,
         num_live=client.num_live,
-        num_restarts=max(0, client.link.lives - 1),
+        num_restarts=client.num_restarts,
         transport=client.transport_stats,
         status=client.drafter_status,
     )
