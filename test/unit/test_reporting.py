@@ -12,10 +12,6 @@ from sglang_ssd.target.stats import ClientStats
 from sglang_ssd.wire.transport import TransportStats
 
 
-class Link:
-    lives = 1
-
-
 class Client:
     """As much of a DraftClient as a reporter looks at."""
 
@@ -24,7 +20,7 @@ class Client:
         self.transport_stats = TransportStats()
         self.drafter_status = None
         self.num_live = 1
-        self.link = Link()
+        self.num_restarts = 0
         self.status_requests = 0
         self.polls = 0
 
