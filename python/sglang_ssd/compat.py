@@ -42,6 +42,21 @@ HOOKED: dict[str, tuple[str, ...]] = {
     ),
     f"{INTERNAL_STATE}.SchedulerInternalStateController._add_speculative": ("self", "state"),
     f"{INTERNAL_STATE}.SchedulerInternalStateController.get_internal_state": ("self", "recv_req"),
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor._accept_grammar_tokens": ("self", "req", "tokens"),
+    "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info": ("self",),
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._apply_token_constraints": (
+        "self",
+        "token_capacity",
+    ),
+    "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.max_new_tokens_for_memory": (
+        "self",
+        "input_tokens",
+        "max_new_tokens",
+        "token_capacity",
+        "sliding_window_size",
+        "chunk_size",
+    ),
     "sglang.srt.mem_cache.common.release_kv_cache": ("req", "tree_cache", "checkpoint"),
     "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len": (),
     "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": (

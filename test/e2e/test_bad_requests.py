@@ -34,6 +34,11 @@ CASES = (
         "custom_params ssd 'no': must be true or false",
     ),
     BadRequest(
+        "stops",
+        {"sampling_params": {"min_new_tokens": 1, "stop_token_ids": [99999999, -1]}},
+        "stop_token_ids [99999999, -1]: must be 0 to 49151 where min_new_tokens is given",
+    ),
+    BadRequest(
         "both",
         {"return_sampling_mask": True, "sampling_params": {"custom_params": {"ssd": 0}}},
         f"return_sampling_mask True: {NOT_SERVED}; custom_params ssd 0: must be true or false",

@@ -20,6 +20,7 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"json_schema": SCHEMA},
     {"regex": "( [a-z]+){6,9}"},
     {"regex": r"[0-9]{3}-[a-z]{2,6}!"},
+    {"regex": " (yes|no)", "ignore_eos": True},
 )
 
 
@@ -37,7 +38,7 @@ def test_grammars_of_a_backend(
     server = pool.get(spec_for("self", flags=flags))
     plain = ServerSpec(model=str(target), flags=(*flags, "--disable-overlap-schedule"))
     reference = Reference(reference_pool, plain)
-    prompts = load_prompts(server.spec.model, 6)
+    prompts = load_prompts(server.spec.model, 2 * len(CONSTRAINTS))
     cases = [
         Request(
             prompt.input_ids,
@@ -45,7 +46,7 @@ def test_grammars_of_a_backend(
         )
         for index, prompt in enumerate(prompts)
     ]
-    answers = generate_all(server.url, cases, concurrency=6)
+    answers = generate_all(server.url, cases, concurrency=8)
     assert_same(reference, cases, answers)
     constrained = sum(answer.num_correct_drafts for answer in answers[1::2])
     assert (constrained > 0) == rolls_back

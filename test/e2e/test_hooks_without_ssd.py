@@ -44,6 +44,18 @@ def test_request_rows_keep_their_width() -> None:
     assert algorithm.widen_request_rows(9) == 9
 
 
+def test_the_kv_pool_keeps_its_size_and_requests_their_length() -> None:
+    """Red when a drafter's own pool, or a plain server's, is another where we are installed."""
+    runner = SimpleNamespace(effective_logical_max_total_num_tokens=64)
+    info = (64, 8, 8, 8, 63, 58, 0, "cpu", None, 8, 64, 64)
+    assert algorithm.widen_kv_pool(64, None, 100) == 64
+    assert algorithm.keep_reserve_from_prompts(info, SimpleNamespace(model_runner=runner)) == info
+    clipped = algorithm.keep_reserve_from_answers(
+        lambda pool, asked, *, token_capacity: token_capacity - asked, None, 5, token_capacity=64
+    )
+    assert clipped == 59
+
+
 def test_sessions_keep_what_sglang_keeps() -> None:
     """None of their attributes is as much as looked at."""
     session_hooks.forget_behind_the_end(object())

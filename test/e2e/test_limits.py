@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import requests as http
 
-from harness.client import Request, generate_all, stream
+from harness.client import Request, generate, generate_all, stream
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.server import Server, ServerPool
@@ -69,6 +69,21 @@ def test_to_the_end_of_the_context(server: Server, reference: Reference) -> None
     ]
     assert_same(reference, as_long, answers)
     assert sum(answer.num_correct_drafts for answer in answers) > 0
+
+
+def test_to_the_end_of_the_pool(pool: ServerPool, reference: Reference, spec_for: Any) -> None:
+    """Red when a round's reserve is taken from what a request may fill, and it is aborted."""
+    flags = ("--context-length", str(CONTEXT), "--max-total-tokens", str(CONTEXT))
+    server = pool.get(spec_for("self", num_steps=NUM_STEPS, flags=flags))
+    for room in (6, 7, 12, 24, 25, 40):
+        prompt = long_prompt(server, CONTEXT - room)
+        answer = generate(server.url, Request(prompt, {"max_new_tokens": 60, "ignore_eos": True}))
+        assert len(answer.output_ids) == room - 2, "as many as SGLang gives without speculation"
+        as_long = Request(prompt, {"max_new_tokens": room - 2, "ignore_eos": True})
+        assert_same(reference, [as_long], [answer])
+    too_long = Request(long_prompt(server, CONTEXT - 5), {"max_new_tokens": 1})
+    answer = http.post(f"{server.url}/generate", json=too_long.body(), timeout=120)
+    assert answer.status_code == 400, "as without speculation"
 
 
 def test_retracted_requests_go_on(server: Server, reference: Reference) -> None:

@@ -245,12 +245,18 @@ def test_host_benchmark_runs() -> None:
 def test_refusals_name_the_parameter_and_its_value() -> None:
     """Red when a value that means "off" is refused, or a refusal says nothing."""
     off = {"return_sampling_mask": None, "sampling_params": {"beam_width": 1}}
-    assert refusal_reasons(off) == []
-    assert refusal_reasons({"sampling_params": None}) == []
+    assert refusal_reasons(off, vocab_size=9) == []
+    assert refusal_reasons({"sampling_params": None}, vocab_size=9) == []
     asked = {"return_sampling_mask": True, "sampling_params": {"beam_width": 3}}
-    assert refusal_reasons(asked) == [
+    assert refusal_reasons(asked, vocab_size=9) == [
         "return_sampling_mask True: not served with --speculative-algorithm SSD",
         "beam_width 3: not served with --speculative-algorithm SSD",
+    ]
+    stops = {"stop_token_ids": [0, 9, 10, -1]}
+    assert refusal_reasons({"sampling_params": stops}, vocab_size=9) == []
+    early = {"sampling_params": {**stops, "min_new_tokens": 2}}
+    assert refusal_reasons(early, vocab_size=9) == [
+        "stop_token_ids [10, -1]: must be 0 to 8 where min_new_tokens is given"
     ]
 
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
+    SchedulerBatchResultProcessor,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils import hf_transformers_utils
 
@@ -77,3 +80,68 @@ def test_sglang_alone_ends_elsewhere(target: Path) -> None:
     update = getattr(Req.update_finish_state, "__wrapped__", Req.update_finish_state)
     model, stops = str(target), STOPS[0]
     assert ended(model, stops, 17, update) != ended(model, stops, 1, update)
+
+
+class CountingGrammar:
+    """At its end after so many tokens, as a regex with one way to match it."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_left = num_tokens
+        self.finished = False
+
+    def accept_token(self, token: int) -> None:
+        self.num_left -= 1
+
+    def is_terminated(self) -> bool:
+        return self.num_left <= 0
+
+
+def constrained_request(num_tokens: int) -> Req:
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    params.normalize(None)
+    req = Req("r", "", array("q", [1]), params, vocab_size=100)
+    req.grammar = CountingGrammar(num_tokens)  # type: ignore[assignment]
+    return req
+
+
+@pytest.mark.parametrize("run_len", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_tokens", range(1, 8))
+def test_a_grammar_ends_a_run_where_plain_decode_ends(
+    num_tokens: int, run_len: int, speculating: None
+) -> None:
+    """Red when a request that ignores EOS ends with its grammar, not a token later as SGLang's."""
+    update = getattr(Req.update_finish_state, "__wrapped__", Req.update_finish_state)
+    processor, tokens = SchedulerBatchResultProcessor, list(range(30))
+    accept = getattr(
+        processor._accept_grammar_tokens, "__wrapped__", processor._accept_grammar_tokens
+    )
+    plain = constrained_request(num_tokens)
+    while not plain.finished():
+        token = tokens[len(plain.output_ids)]
+        plain.output_ids.append(token)
+        update(plain, 1)
+        accept(None, plain, token)
+    by_runs = constrained_request(num_tokens)
+    while not by_runs.finished():
+        start = len(by_runs.output_ids)
+        run = tokens[start : start + run_len]
+        hooks.note_grammars_end(None, by_runs, run)
+        retained = accept(None, by_runs, run)
+        by_runs.output_ids.extend(retained)
+        hooks.end_where_plain_decode_ends(update, by_runs, len(retained))
+    assert by_runs.output_ids == plain.output_ids == array("q", tokens[: num_tokens + 1])
+    assert by_runs.finished_reason.to_json() == plain.finished_reason.to_json()
+
+
+@pytest.mark.parametrize("run_len", [1, 2, 5])
+def test_thinking_is_counted_as_far_as_it_is_told(run_len: int, speculating: None) -> None:
+    """Red when tokens behind the end count: more of thinking than there are of the answer."""
+    update = getattr(Req.update_finish_state, "__wrapped__", Req.update_finish_state)
+    params = SamplingParams(max_new_tokens=7, ignore_eos=True)
+    params.normalize(None)
+    req = Req("r", "", array("q", [1]), params, vocab_size=100)
+    while not req.finished():
+        req.output_ids.extend([3] * run_len)
+        req.reasoning_tokens += run_len
+        hooks.end_where_plain_decode_ends(update, req, run_len)
+    assert req.reasoning_tokens == len(req.output_ids_through_stop) == 7

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from sglang_ssd.config import SsdConfig
-from sglang_ssd.wire.fake import FakeWire, Faults
-from sglang_ssd.wire.messages import NO_ROUND, DraftRule, VerifyCommit
+from sglang_ssd.wire.fake import FakeTargetEnd, FakeWire, Faults
+from sglang_ssd.wire.messages import NO_ROUND, DraftRule, DraftSync, VerifyCommit
 from toys.toy_server import NUM_STEPS, NUM_TOKENS, PROMPTS, Server, plain_texts
 
 
@@ -175,6 +175,23 @@ def test_a_drafter_that_was_started_again_is_told_everything(wire, backup):
     assert server.client.stats.resyncs == len(PROMPTS)
     assert server.client.stats.missed_deadlines <= 1
     assert server.client.stats.on_time_rows > on_time, "speculation resumes"
+
+
+def test_what_nobody_took_was_never_lost(wire, monkeypatch):
+    """Red when a request that is told late counts as one that the drafter had lost."""
+    server = Server(wire, draft_seed=0, backup="jit")
+    send = FakeTargetEnd.send
+
+    def send_no_requests(end, message, frames=()):
+        return not isinstance(message, DraftSync) and send(end, message, frames)
+
+    monkeypatch.setattr(FakeTargetEnd, "send", send_no_requests)
+    server.start(NO_FAULTS, NO_FAULTS)
+    monkeypatch.undo()
+    server.run()
+    server.expect_plain_texts()
+    assert server.client.stats.on_time_rows > 0
+    assert server.client.stats.resyncs == 0
 
 
 def test_an_idle_target_notices_another_drafter(wire):

@@ -120,20 +120,63 @@ def register_hooks() -> None:
         widen_request_rows,
         HookType.AFTER,
     )
+    HookRegistry.register(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._apply_token_constraints",
+        widen_kv_pool,
+        HookType.AFTER,
+    )
+    HookRegistry.register(
+        "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.max_new_tokens_for_memory",
+        keep_reserve_from_answers,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.tp_worker.TpModelWorker.get_worker_info",
+        keep_reserve_from_prompts,
+        HookType.AFTER,
+    )
+
+
+# Every decode reserves 2 * (K + 1) slots behind what is committed. Where a request may fill its row
+# or the whole pool, that many have to lie behind, or its last rounds find no room.
 
 
 def widen_request_rows(extra_columns: int) -> int:
-    """Room behind the context for everything that a decode reserves: 2 * (K + 1) slots.
+    """Room behind the context for everything that a decode reserves.
 
     SGLang's own K + 5 columns are fewer from K = 8 on; at the context's end the reserve would run
     into the row of the next request.
     """
+    return max(extra_columns, _decode_reserve())
+
+
+def widen_kv_pool(num_slots: int, configurator: Any, profiled: int) -> int:
+    """Room behind --max-total-tokens, so that a request may be as long as without speculation."""
+    return min(profiled, num_slots + _decode_reserve())
+
+
+def keep_reserve_from_answers(
+    clip: Callable[..., int | None], allocator: Any, *args: Any, token_capacity: int, **kwargs: Any
+) -> int | None:
+    """An answer ends where the pool without that room would end it."""
+    return clip(allocator, *args, token_capacity=token_capacity - _decode_reserve(), **kwargs)
+
+
+def keep_reserve_from_prompts(info: tuple[Any, ...], worker: Any) -> tuple[Any, ...]:
+    """The longest request and prompt likewise; fields 4 and 5 of what the scheduler asks for."""
+    capacity = worker.model_runner.effective_logical_max_total_num_tokens - _decode_reserve()
+    surplus = max(0, info[4] - (capacity - 1))
+    return (*info[:4], info[4] - surplus, info[5] - surplus, *info[6:])
+
+
+def _decode_reserve() -> int:
+    """Slots; none without SSD. SGLang asks where other algorithms decode, too."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
     from sglang.srt.runtime_context import get_spec
 
     if get_spec().speculative_algorithm != ALGORITHM:
-        return extra_columns
-    return max(extra_columns, get_alloc_reserve_per_decode())
+        return 0
+    return get_alloc_reserve_per_decode()
 
 
 def validate_server_args(server_args: ServerArgs) -> None:

@@ -301,7 +301,7 @@ class DraftClient:
         room = self._resync_tokens
         for rid in list(self._unsynced):
             sequence = self._unsynced[rid]
-            is_resync = sequence.generation > 0
+            is_resync = sequence.was_told
             if room <= 0 or not self._sync(sequence):
                 return
             del self._unsynced[rid]
@@ -323,6 +323,7 @@ class DraftClient:
             rule=sequence.rule,
         )
         sequence.is_synced = self.link.send(message, sequence.tokens)
+        sequence.was_told |= sequence.is_synced
         return sequence.is_synced
 
     # A round ------------------------------------------------------------------------------------

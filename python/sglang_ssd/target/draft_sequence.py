@@ -22,6 +22,7 @@ class DraftSequence:
         "served",
         "tokens",
         "told_len",
+        "was_told",
     )
 
     def __init__(self, *, rid: str, rule: DraftRule, tokens: array[int]) -> None:
@@ -30,6 +31,7 @@ class DraftSequence:
         self.rule = rule
         self.tokens = tokens  # all committed ids, the bonus included
         self.is_synced = False  # whether this drafter was told of it
+        self.was_told = False  # whether any was
         self.has_caught_up = True  # whether its replies are worth a wait
         self.acked_len = len(tokens)
         self.told_len = len(tokens)  # committed length that the drafter was last told of

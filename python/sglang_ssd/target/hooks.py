@@ -78,6 +78,12 @@ def register_hooks() -> None:
         HookType.AROUND,
     )
     HookRegistry.register(
+        "sglang.srt.managers.scheduler_components.batch_result_processor"
+        ".SchedulerBatchResultProcessor._accept_grammar_tokens",
+        note_grammars_end,
+        before,
+    )
+    HookRegistry.register(
         "sglang.srt.managers.scheduler_components.weight_updater"
         ".SchedulerWeightUpdaterManager.save_remote_model",
         save_the_target_alone,
@@ -206,33 +212,49 @@ def hold_back_half_characters(printable: str, text: str) -> str | None:
     return text.rstrip("\ufffd")
 
 
+def note_grammars_end(processor: Any, req: Any, tokens: int | list[int]) -> None:
+    """Before a run is accepted by a request's grammar: whether that was at its end already."""
+    if get_spec().speculative_algorithm == ALGORITHM:
+        req.ssd_grammar_had_ended = req.grammar.is_terminated()
+
+
 def end_where_plain_decode_ends(
     update: Callable[..., None], req: Any, new_accepted_len: int = 1
 ) -> None:
-    """The first stop of a run ends its request, whatever the order in which stops are looked for.
+    """A run ends its request where its tokens one by one would have ended it.
 
-    SGLang looks for one stop string after the other, then regexes, then tokens, each in the whole
-    run. Plain decode looks for all of them after every token, and so does this.
+    Plain decode looks for stops after every token; SGLang looks for one stop string after the
+    other, then regexes, then tokens, each in the whole run. Plain decode looks before the grammar
+    takes the token, so that one at its end ends the request a token later; here the grammar has
+    taken the run.
     """
-    params = req.sampling_params
-    if (
-        new_accepted_len <= 1
-        or not (params.stop_strs or params.stop_regex_strs)
-        or get_spec().speculative_algorithm != ALGORITHM
-    ):
+    if get_spec().speculative_algorithm != ALGORITHM:
         return update(req, new_accepted_len)
+    params, grammar = req.sampling_params, req.grammar
+    if not getattr(req, "ssd_grammar_had_ended", False):
+        req.grammar = None
+    try:
+        if new_accepted_len > 1 and (params.stop_strs or params.stop_regex_strs):
+            _update_token_by_token(update, req, new_accepted_len)
+        else:
+            update(req, new_accepted_len)
+    finally:
+        req.grammar = grammar
+    if req.finished():
+        # Counted of the whole run; thinking comes first, so what is cut off was counted last.
+        num_left = len(req.output_ids_through_stop)
+        req.reasoning_tokens = min(req.reasoning_tokens, num_left)
+
+
+def _update_token_by_token(update: Callable[..., None], req: Any, new_accepted_len: int) -> None:
     run = req.output_ids[-new_accepted_len:]
-    grammar, req.grammar = req.grammar, None  # it has taken the whole run
     del req.output_ids[-new_accepted_len:]
     for index, token in enumerate(run):
         req.output_ids.append(token)
-        if index == new_accepted_len - 1:
-            req.grammar = grammar
         update(req, 1)
         if req.finished():
             req.output_ids.extend(run[index + 1 :])
             break
-    req.grammar = grammar
 
 
 def save_the_target_alone(save: Callable[..., None], updater: Any, params: dict[str, Any]) -> None:

@@ -29,12 +29,12 @@ def refuse_unserved_parameters(manager: Any, obj: Any, *args: Any, **kwargs: Any
     """Raises ValueError with every parameter of this request that is not served."""
     if get_spec().speculative_algorithm != ALGORITHM:
         return
-    reasons = refusal_reasons(vars(obj))
+    reasons = refusal_reasons(vars(obj), vocab_size=manager.model_config.vocab_size)
     if reasons:
         raise ValueError("; ".join(reasons))
 
 
-def refusal_reasons(fields: Mapping[str, Any]) -> list[str]:
+def refusal_reasons(fields: Mapping[str, Any], *, vocab_size: int) -> list[str]:
     """Of one request's fields; sampling_params among them."""
     found = [f"{name} {fields[name]}" for name in REFUSED_FIELDS if fields.get(name)]
     params = fields.get("sampling_params") or {}
@@ -46,4 +46,16 @@ def refusal_reasons(fields: Mapping[str, Any]) -> list[str]:
     opt_out = custom_params.get("ssd") if isinstance(custom_params, dict) else None
     if not (opt_out is None or isinstance(opt_out, bool)):
         reasons.append(f"custom_params ssd {opt_out!r}: must be true or false")
-    return reasons
+    return reasons + _stop_token_reasons(params, vocab_size)
+
+
+def _stop_token_reasons(params: Mapping[str, Any], vocab_size: int) -> list[str]:
+    """SGLang indexes by the stop ids of a request with min_new_tokens, and ends itself by ids that
+    are none; the vocabulary's size alone is harmless to it."""
+    min_new_tokens, stops = params.get("min_new_tokens"), params.get("stop_token_ids")
+    if not (isinstance(min_new_tokens, int) and min_new_tokens > 0 and isinstance(stops, list)):
+        return []
+    wrong = [stop for stop in stops if isinstance(stop, int) and not 0 <= stop <= vocab_size]
+    if not wrong:
+        return []
+    return [f"stop_token_ids {wrong}: must be 0 to {vocab_size - 1} where min_new_tokens is given"]
