@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import requests as http
 from harness.client import Request, generate, generate_all, stream
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.server import Server, ServerPool
+from harness.server import Server, ServerPool, ServerSpec
 
 CONTEXT = 128
 NUM_STEPS = 16
@@ -71,19 +72,26 @@ def test_to_the_end_of_the_context(server: Server, reference: Reference) -> None
     assert sum(answer.num_correct_drafts for answer in answers) > 0
 
 
-def test_to_the_end_of_the_pool(pool: ServerPool, reference: Reference, spec_for: Any) -> None:
+def test_to_the_end_of_the_pool(
+    pool: ServerPool, reference_pool: ServerPool, spec_for: Any, target: Path
+) -> None:
     """Red when a round's reserve is taken from what a request may fill, and it is aborted."""
     flags = ("--context-length", str(CONTEXT), "--max-total-tokens", str(CONTEXT))
+    plain = Reference(reference_pool, ServerSpec(model=str(target), flags=flags))
     server = pool.get(spec_for("self", num_steps=NUM_STEPS, flags=flags))
-    for room in (6, 7, 12, 24, 25, 40):
-        prompt = long_prompt(server, CONTEXT - room)
-        answer = generate(server.url, Request(prompt, {"max_new_tokens": 60, "ignore_eos": True}))
-        assert len(answer.output_ids) == room - 2, "as many as SGLang gives without speculation"
-        as_long = Request(prompt, {"max_new_tokens": room - 2, "ignore_eos": True})
-        assert_same(reference, [as_long], [answer])
-    too_long = Request(long_prompt(server, CONTEXT - 5), {"max_new_tokens": 1})
-    answer = http.post(f"{server.url}/generate", json=too_long.body(), timeout=120)
-    assert answer.status_code == 400, "as without speculation"
+    params = {"max_new_tokens": 60, "ignore_eos": True}
+    prompts = [long_prompt(server, CONTEXT - room) for room in (6, 7, 12, 24, 25, 40)]
+    cases = [Request(prompt, params) for prompt in prompts]
+    answers = [generate(server.url, case) for case in cases]
+    assert_same(plain, cases, answers)
+    assert [len(answer.output_ids) for answer in answers] == [4, 5, 10, 22, 23, 38]
+    too_long = Request(long_prompt(server, CONTEXT - 5), params).body()
+    refused = [
+        http.post(f"{one.url}/generate", json=too_long, timeout=120)
+        for one in (server, plain.server)
+    ]
+    assert refused[0].status_code == refused[1].status_code == 400
+    assert refused[0].json()["error"] == refused[1].json()["error"]
 
 
 def test_retracted_requests_go_on(server: Server, reference: Reference) -> None:
