@@ -47,6 +47,15 @@ KERNEL_SIGNATURE = types.void(types.int64)
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
+def check_elements(name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless a kernel can read this tensor's elements where they are."""
+    if tensor.dtype not in ELEMENT_KINDS or not tensor.is_cpu:
+        raise ValueError(
+            f"invalid type of {name}: expected float32 or bfloat16 on cpu, "
+            f"got {tensor.dtype} on {tensor.device}"
+        )
+
+
 class Kernel:
     """Owns the compiled code of one kernel."""
 

@@ -16,6 +16,7 @@ from sglang_ssd_kernels.host_jit import (
     Job,
     Kernel,
     bfloat16_array,
+    check_elements,
     field,
     float32_array,
     float32_bits,
@@ -81,10 +82,11 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None) -> None:
             f"got {list(residual.shape)}"
         )
     for name, tensor in (("x", x), ("weight", weight), ("residual", residual)):
-        if tensor is not None and (tensor.dtype not in ELEMENT_KINDS or tensor.dtype != x.dtype):
-            raise ValueError(
-                f"invalid type of {name}: expected float32 or bfloat16 as x, got {tensor.dtype}"
-            )
+        if tensor is None:
+            continue
+        check_elements(name, tensor)
+        if tensor.dtype != x.dtype:
+            raise ValueError(f"invalid type of {name}: expected {x.dtype} as x, got {tensor.dtype}")
 
 
 @functools.cache

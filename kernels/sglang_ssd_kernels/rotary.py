@@ -14,6 +14,7 @@ from sglang_ssd_kernels.host_jit import (
     Job,
     Kernel,
     bfloat16_array,
+    check_elements,
     field,
     float32_array,
     narrow,
@@ -87,6 +88,8 @@ def _check(positions: Tensor, query: Tensor, key: Tensor, cos_sin: Tensor, head_
         raise ValueError(
             f"invalid positions: expected [M] int64, got {list(positions.shape)} {positions.dtype}"
         )
+    if not positions.is_cpu:
+        raise ValueError(f"invalid positions: expected on cpu, got on {positions.device}")
     rotary_dim = cos_sin.shape[-1]
     if cos_sin.dim() != 2 or rotary_dim > min(head_dim, MAX_ROTARY_DIM) or rotary_dim % 2:
         raise ValueError(
@@ -102,10 +105,9 @@ def _check(positions: Tensor, query: Tensor, key: Tensor, cos_sin: Tensor, head_
         if rows.stride(1) != 1:
             raise ValueError(f"invalid strides of {name}: expected [.., 1], got {rows.stride()}")
     for name, tensor in (("query", query), ("key", key), ("cos_sin", cos_sin)):
-        if tensor.dtype not in ELEMENT_KINDS or (name == "key" and tensor.dtype != query.dtype):
-            raise ValueError(
-                f"invalid type of {name}: expected float32 or bfloat16, got {tensor.dtype}"
-            )
+        check_elements(name, tensor)
+    if key.dtype != query.dtype:
+        raise ValueError(f"invalid type of key: expected {query.dtype} as query, got {key.dtype}")
 
 
 @functools.cache

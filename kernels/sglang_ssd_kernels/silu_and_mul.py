@@ -15,6 +15,7 @@ from sglang_ssd_kernels.host_jit import (
     Job,
     Kernel,
     bfloat16_array,
+    check_elements,
     exponential,
     field,
     float32_array,
@@ -52,8 +53,7 @@ def _check(x: Tensor) -> None:
         raise ValueError(
             f"invalid shape of x: expected [M, 2 * I], contiguous, got {list(x.shape)}"
         )
-    if x.dtype not in ELEMENT_KINDS:
-        raise ValueError(f"invalid type of x: expected float32 or bfloat16, got {x.dtype}")
+    check_elements("x", x)
 
 
 @functools.cache

@@ -38,6 +38,7 @@ from sglang_ssd_kernels.host_jit import (
     Job,
     Kernel,
     bfloat16_array,
+    check_elements,
     field,
     float32_array,
     narrow,
@@ -169,22 +170,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
     if weight.stride(1) != 1:
         raise ValueError(f"invalid strides of weight: expected [.., 1], got {weight.stride()}")
-    _check_elements("x", x)
-    _check_elements("weight", weight)
+    check_elements("x", x)
+    check_elements("weight", weight)
     if bias is not None:
-        _check_elements("bias", bias)
+        check_elements("bias", bias)
         if bias.shape != weight.shape[:1]:
             raise ValueError(
                 f"invalid shape of bias: expected [{weight.shape[0]}], got {list(bias.shape)}"
             )
-
-
-def _check_elements(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in ELEMENT_KINDS or not tensor.is_cpu:
-        raise ValueError(
-            f"invalid type of {name}: expected float32 or bfloat16 on cpu, "
-            f"got {tensor.dtype} on {tensor.device}"
-        )
 
 
 @functools.cache

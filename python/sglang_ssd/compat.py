@@ -18,6 +18,20 @@ DISTRIBUTION = "sglang-ssd"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 INTERNAL_STATE = "sglang.srt.managers.scheduler_components.internal_state"
+ATTENTION_BACKEND = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+UNQUANTIZED = "sglang.srt.layers.quantization.unquant"
+PLATFORM = "sglang.srt.platforms.interface.SRTPlatform"
+
+ATTENTION_PARAMETERS = (
+    "self",
+    "q",
+    "k",
+    "v",
+    "layer",
+    "forward_batch",
+    "save_kv_cache",
+    "kwargs",
+)
 
 HOOKED: dict[str, tuple[str, ...]] = {
     f"{SCHEDULER}.init_tp_model_worker": ("self",),
@@ -91,6 +105,8 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
         "self",
         "server_args",
     ),
+    "sglang.srt.speculative.spec_registry.CustomSpecAlgo.has_draft_kv": ("self",),
+    "sglang.srt.speculative.base_spec_worker.BaseSpecWorker.clear_cache_pool": ("self",),
     "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_future_map": (
         "self",
         "device",
@@ -100,24 +116,35 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
     ),
     "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.carries_draft_hidden_states": ("self",),
     "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.need_topk": ("self",),
-    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata": (
+    "sglang.srt.layers.sampler.Sampler._sample_from_probs": (
         "self",
-        "forward_batch",
+        "probs",
+        "sampling_info",
+        "positions",
+        "simple_sampling_case",
     ),
+    f"{ATTENTION_BACKEND}.init_forward_metadata": ("self", "forward_batch"),
+    f"{ATTENTION_BACKEND}.forward_extend": ATTENTION_PARAMETERS,
+    f"{ATTENTION_BACKEND}.forward_decode": ATTENTION_PARAMETERS,
+    f"{ATTENTION_BACKEND}.support_triton": ("self",),
+    f"{UNQUANTIZED}.UnquantizedLinearMethod.apply": ("self", "layer", "x", "bias"),
+    f"{UNQUANTIZED}.UnquantizedEmbeddingMethod.apply": ("self", "layer", "x", "bias"),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": ("self",),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._move_kv_cache_impl": (
         "self",
         "tgt_loc",
         "src_loc",
     ),
-    "sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls": ("self", "kind"),
-    "sglang.srt.platforms.interface.SRTPlatform.apply_server_args_defaults": (
-        "self",
-        "server_args",
-    ),
-    "sglang.srt.platforms.interface.SRTPlatform.get_speculative_cache_locs_fn": ("self",),
+    f"{PLATFORM}.apply_server_args_defaults": ("self", "server_args"),
+    f"{PLATFORM}.get_default_attention_backend": ("self",),
+    f"{PLATFORM}.get_dispatch_key_name": ("self",),
+    f"{PLATFORM}.get_kv_pool_cls": ("self", "kind"),
+    f"{PLATFORM}.get_speculative_cache_locs_fn": ("self",),
+    f"{PLATFORM}.post_load_model": ("self", "model"),
+    "sglang.srt.platforms.device_mixin.DeviceMixin.is_pin_memory_available": ("self", "device"),
 }
-"""Every method that a class of ours overrides, with the parameters it was written for."""
+"""Every method that a class of ours overrides or stands in for, with the parameters it was written
+for."""
 
 
 def reasons() -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -13,6 +16,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+import sglang_ssd
 from sglang_ssd import compat
 from sglang_ssd.config import SettingsError
 from sglang_ssd.target import algorithm
@@ -51,6 +55,38 @@ def test_every_hook_is_checked_and_applied() -> None:
     applied = json.loads(line.removeprefix("RESULT"))
     assert set(applied) == set(compat.HOOKED)
     assert all(applied.values()), applied
+
+
+def test_every_override_is_checked() -> None:
+    """Red when a class of ours overrides a method of SGLang's that compat does not know."""
+    modules = [
+        importlib.import_module(info.name)
+        for info in pkgutil.walk_packages(sglang_ssd.__path__, "sglang_ssd.")
+        if not info.name.endswith("__main__")
+    ]
+    overridden = {
+        path
+        for module in modules
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and kind.__module__ == module.__name__
+        for path in replaced_by(kind)
+    }
+    assert overridden
+    assert overridden <= set(compat.OVERRIDDEN)
+
+
+def replaced_by(kind: type) -> set[str]:
+    """Where SGLang defines the methods that this class overrides."""
+    found = set()
+    for name, member in vars(kind).items():
+        owners = [
+            base
+            for base in kind.__mro__[1:]
+            if base.__module__.startswith("sglang.") and name in vars(base)
+        ]
+        if inspect.isfunction(member) and owners and not name.startswith("__"):
+            found.add(f"{owners[0].__module__}.{owners[0].__qualname__}.{name}")
+    return found
 
 
 def test_changed_functions_are_named() -> None:

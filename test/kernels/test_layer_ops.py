@@ -99,6 +99,39 @@ def test_rotary_refuses_a_position_without_angles():
             apply_rotary_(positions, query, key, torch.ones(10, 4), 4)
 
 
+def elsewhere(*shape, dtype=torch.float32):
+    return torch.ones(*shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: rms_norm(elsewhere(2, 3), torch.ones(3), 1e-5), "x"),
+        (lambda: rms_norm(torch.ones(2, 3), elsewhere(3), 1e-5), "weight"),
+        (lambda: rms_norm(torch.ones(2, 3), torch.ones(3), 1e-5, elsewhere(2, 3)), "residual"),
+        (lambda: silu_and_mul(elsewhere(2, 4)), "x"),
+        (lambda: turn(query=elsewhere(1, 8)), "query"),
+        (lambda: turn(key=elsewhere(1, 8)), "key"),
+        (lambda: turn(cos_sin=elsewhere(4, 4)), "cos_sin"),
+        (lambda: turn(positions=elsewhere(1, dtype=torch.int64)), "positions"),
+    ],
+)
+def test_refuses_memory_of_another_device(call, name):
+    """Red when the address of such a tensor would reach native code."""
+    with pytest.raises(ValueError, match=rf"invalid .*{name}: .* on meta"):
+        call()
+
+
+def turn(**replaced):
+    operands = {
+        "positions": torch.zeros(1, dtype=torch.int64),
+        "query": torch.ones(1, 8),
+        "key": torch.ones(1, 8),
+        "cos_sin": torch.ones(4, 4),
+    }
+    apply_rotary_(*{**operands, **replaced}.values(), 4)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -104,6 +104,22 @@ def test_a_row_that_was_reused_does_not_hold_the_older_opening() -> None:
     where.check_partition()
 
 
+def test_a_rewind_takes_back_what_was_counted_as_output() -> None:
+    """Red when penalties go on counting ids that never were."""
+    where = table()
+    seq = Sequence(
+        peer=b"p", rid="a", generation=1, rule=DraftRule(prompt_len=2), limits=LIMITS, now=0.0
+    )
+    where.open(seq, [7, 8])
+    feed(where, seq)
+    where.take(seq, [20, 21, 21])
+    assert seq.committed_output().counts == {20: 1, 21: 2}
+    where.rewind(seq, 3)
+    assert seq.committed_output().counts == {20: 1}
+    where.take(seq, [22])
+    assert list(seq.committed_output().tokens) == [20, 22]
+
+
 def test_leases_end_what_is_not_heard_of() -> None:
     where = table()
     stale, fresh = opened(where, "a", 5), opened(where, "b", 5)

@@ -204,8 +204,9 @@ class RequestTable:
         return taken
 
     def rewind(self, seq: Sequence, committed_len: int) -> None:
-        """Forget what was committed after committed_len."""
+        """Forget what was committed after committed_len, also what of it was counted as output."""
         self.give_back(seq.cache.rewind(committed_len))
+        seq.output = OutputHistory()
         self._reserve(seq, committed_len)
 
     def add_pass(self, seq: Sequence, slots: IntArray, candidates: IntArray) -> None:

@@ -77,7 +77,7 @@ class SsdCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def register_attention() -> None:
-    """Make --attention-backend ssd_cpu known, on any platform: it serves every CPU device."""
+    """Make --attention-backend ssd_cpu known, on any platform: every drafter runs on it."""
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 

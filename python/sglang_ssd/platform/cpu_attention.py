@@ -1,4 +1,7 @@
-"""SGLang attention backend "ssd_cpu": plain MHA/GQA on CPU for target and drafter alike.
+"""SGLang attention backend "ssd_cpu": plain MHA/GQA, of torch operations alone.
+
+On CPU it serves target and drafter alike; a drafter runs on it on every device, since no other
+backend takes its plans.
 
 The plan of a forward is made once, in init_forward_metadata, from the request rows; a layer writes
 its K and V and runs the plan. A spec_info whose `attention_plan` is a tuple of PlanRow is used as

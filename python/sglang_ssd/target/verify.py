@@ -93,8 +93,9 @@ class CoupledSampler(Sampler):
         positions: torch.Tensor,  # [B], of each row's last context token
         simple_sampling_case: bool,
     ) -> tuple[torch.Tensor, None]:
-        if self.seeds is None or self.seeds.shape[0] != probs.shape[0]:
+        if self.seeds is None:
             return super()._sample_from_probs(probs, sampling_info, positions, simple_sampling_case)
+        assert len(self.seeds) == len(probs), "seeds are those of the batch that is sampled"
         logprobs = _filter(torch.log(probs), sampling_info, repeats=1)
         return coupled_sample(logprobs, seeds=self.seeds, positions=positions).to(torch.int32), None
 

@@ -280,23 +280,22 @@ class SSDWorker(BaseSpecWorker):
         num_correct: torch.Tensor,
         times: RoundClock,
     ) -> None:
-        """Tell the drafter how the round ended: the round's one device-to-host sync, on rank 0."""
+        """Tell the drafter how the round ended; one copy from the device brings all of it."""
         has_history = self._transforms.applies_to(batch.reqs)
         if self._client is None and not has_history:
             return
-        correct: list[int] = num_correct.tolist()
+        outcome = [num_correct[:, None], drafts.num_drafts[:, None], target_tokens]
+        rows: list[list[int]] = torch.cat(outcome, dim=1).tolist()  # [B, 2 + W]
         times.note_outcome()
-        tokens: list[list[int]] = target_tokens.tolist()
-        new_tokens = [row[: k + 1] for row, k in zip(tokens, correct, strict=True)]
+        correct = [row[0] for row in rows]
+        new_tokens = [tokens[: k + 1] for k, _, *tokens in rows]
         if has_history:
             self._transforms.extend(batch.reqs, new_tokens)
         if self._client is None:
             return
         rids = [req.rid for req in batch.reqs]
         self._client.note_correct_drafts(rids, correct)
-        self._client.commit(
-            rids=rids, new_tokens=new_tokens, num_verified=drafts.num_drafts.tolist()
-        )
+        self._client.commit(rids=rids, new_tokens=new_tokens, num_verified=[row[1] for row in rows])
 
     def _seeds(self, batch: ScheduleBatch) -> torch.Tensor | None:
         """Noise seed per row [B] int64; None when every row is greedy, so nothing is drawn."""
