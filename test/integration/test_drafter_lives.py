@@ -104,9 +104,7 @@ class Life:
         self.target.step()
         if self.chance(0.85):
             return
-        self.branch_rows_checked += assert_branch_logits_are_causal(
-            self.target, self.model, self.rng
-        )
+        self.branch_rows_checked += assert_branch_logits_are_causal(self.target, self.model)
         self.model.branch_logits.clear()
 
 

@@ -4,7 +4,6 @@ tree."""
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -30,7 +29,7 @@ class ReferenceModel(ModelStep, Protocol):
 
 
 class RecordingModel:
-    """A model that keeps the logits of its last branch step by the slot that each row wrote."""
+    """A model that keeps the logits of its branch steps by the slot that each row wrote."""
 
     def __init__(self, model: ReferenceModel) -> None:
         self._model = model
@@ -42,15 +41,19 @@ class RecordingModel:
 
     def extend(self, rows: Sequence[ExtendRow]) -> torch.Tensor:
         self.calls.append(("extend", sum(len(row.token_ids) for row in rows)))
-        self.branch_logits = {}  # its slots may be written anew
+        for slot in _new_slots(rows):
+            self.branch_logits.pop(slot, None)  # written anew
         return self._model.extend(rows)
 
     def branch_step(self, rows: Sequence[BranchRows]) -> torch.Tensor:
         self.calls.append(("branch", sum(len(row.token_ids) for row in rows)))
         logits = self._model.branch_step(rows)
-        slots = [slot for row in rows for slot in row.kv_slots[-len(row.token_ids) :].tolist()]
-        self.branch_logits = dict(zip(slots, logits, strict=True))
+        self.branch_logits.update(zip(_new_slots(rows), logits, strict=True))
         return logits
+
+
+def _new_slots(rows: Sequence[ExtendRow] | Sequence[BranchRows]) -> list[int]:
+    return [slot for row in rows for slot in row.kv_slots[-len(row.token_ids) :].tolist()]
 
 
 def largest_kv_difference(target: ToyTarget) -> float:
@@ -64,53 +67,53 @@ def largest_kv_difference(target: ToyTarget) -> float:
     return largest
 
 
-def largest_branch_difference(
-    target: ToyTarget, model: RecordingModel, rng: random.Random
-) -> tuple[float, int]:
-    """Of the last pass's logits to a causal forward over prefix, chain and branch.
+def largest_branch_difference(target: ToyTarget, model: RecordingModel) -> tuple[float, int]:
+    """Of every recorded row's logits to a causal forward over prefix, chain and branch.
 
-    Looks at one row of every sequence; also returns how many.
+    Also returns how many rows it saw: all that a live line or branch still has.
     """
-    largest, seen = 0.0, 0
+    differences: dict[int, float] = {}
     for seq in target.loop.table:
         cache = seq.cache
-        fed = {slot: cache.tokens[: i + 1] for i, slot in enumerate(cache.slots)}
+        lines = [(cache.tokens, list(cache.slots), 0)]
         for guess in guesses(cache):
-            stem = cache.tokens[: cache.committed_len + guess.position]
-            fed |= {slot: stem + guess.line[: i + 1] for i, slot in enumerate(guess.slots)}
-        written = [slot for slot in fed if slot in model.branch_logits]
-        if not written:
-            continue
-        slot = rng.choice(written)
-        logits, _ = model.reference(fed[slot])
-        difference = float((model.branch_logits[slot] - logits[-1]).abs().max())
-        largest = difference if math.isnan(difference) else max(largest, difference)
-        seen += 1
-    return largest, seen
+            start = cache.committed_len + guess.position
+            lines.append((cache.tokens[:start] + guess.line, guess.slots, start))
+        for tokens, slots, start in lines:
+            differences |= _line_differences(model, tokens, slots, start)
+    largest = max(differences.values(), key=lambda one: (math.isnan(one), one), default=0.0)
+    return largest, len(differences)
 
 
-def largest_branch_difference_until_idle(
-    target: ToyTarget, model: RecordingModel, rng: random.Random
+def _line_differences(
+    model: RecordingModel, tokens: list[int], slots: list[int], start: int
+) -> dict[int, float]:
+    """By recorded slot; slots hold the tokens from start on."""
+    recorded = [(at, slot) for at, slot in enumerate(slots, start) if slot in model.branch_logits]
+    if not recorded:
+        return {}
+    last, _ = recorded[-1]
+    logits, _ = model.reference(tokens[: last + 1])
+    return {
+        slot: float((model.branch_logits[slot] - logits[at]).abs().max()) for at, slot in recorded
+    }
+
+
+def largest_branch_difference_when_idle(
+    target: ToyTarget, model: RecordingModel
 ) -> tuple[float, int]:
-    """The same of the last pass and of all that follow while the drafter has something to do."""
-    found = [largest_branch_difference(target, model, rng)]
-    model.branch_logits.clear()
-    while target.step():
-        found.append(largest_branch_difference(target, model, rng))
-        model.branch_logits.clear()
-    differences = [difference for difference, _ in found]
-    return max(differences, key=lambda one: (math.isnan(one), one)), sum(seen for _, seen in found)
+    """The same of all that is recorded by the time the drafter has nothing left to do."""
+    target.run_until_idle()
+    return largest_branch_difference(target, model)
 
 
 def assert_kv_is_fresh(target: ToyTarget) -> None:
     assert largest_kv_difference(target) < FLOAT64
 
 
-def assert_branch_logits_are_causal(
-    target: ToyTarget, model: RecordingModel, rng: random.Random
-) -> int:
+def assert_branch_logits_are_causal(target: ToyTarget, model: RecordingModel) -> int:
     """Returns how many rows it saw."""
-    difference, seen = largest_branch_difference(target, model, rng)
+    difference, seen = largest_branch_difference(target, model)
     assert difference < FLOAT64
     return seen
 
