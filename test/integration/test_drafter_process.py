@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from sglang_ssd.config import CONFIG_ENV, SsdConfig, load_config
@@ -46,25 +47,57 @@ def test_the_command_line_says_every_setting(settings: DrafterSettings) -> None:
 
 
 class Flags:
+    """SGLang's, each unlike its default."""
+
     speculative_draft_model_path: str | None = "/draft"
-    speculative_draft_model_revision: str | None = "main"
-    speculative_draft_load_format: str | None = None
-    speculative_draft_model_quantization: str | None = None
+    speculative_draft_model_revision: str | None = "v2"
+    speculative_draft_load_format: str | None = "dummy"
+    speculative_draft_model_quantization: str | None = "fp8"
     trust_remote_code = True
 
 
 def test_settings_come_from_sglangs_draft_flags_and_the_config() -> None:
-    config = SsdConfig(drafter_dtype="float32", drafter_max_sequences=5)
+    """Red when a flag or a setting does not reach the drafter's command line."""
+    config = SsdConfig(
+        endpoint="ipc:///tmp/x",
+        drafter_device="cuda:1",
+        drafter_dtype="float32",
+        drafter_max_total_tokens=1000,
+        drafter_max_sequences=5,
+        drafter_mem_fraction=0.3,
+        drafter_context_length=512,
+    )
     settings = settings_for_target(Flags(), config, cores="3", target_device="cpu")
     assert settings == DrafterSettings(
         model_path="/draft",
-        revision="main",
+        revision="v2",
+        load_format="dummy",
+        quantization="fp8",
         trust_remote_code=True,
-        device="cpu",
+        endpoint="ipc:///tmp/x",
+        device="cuda",
         dtype="float32",
+        max_total_tokens=1000,
         max_sequences=5,
+        mem_fraction=0.3,
+        context_length=512,
         cores="3",
+        gpu_id=1,
     )
+    defaults = msgspec.structs.asdict(DrafterSettings(model_path=""))
+    told = msgspec.structs.asdict(settings)
+    by_the_starter = {"parent_pid", "secret_key", "peer_keys"}
+    assert {name for name in told if told[name] == defaults[name]} == by_the_starter
+
+
+def test_left_out_they_are_the_drafters_defaults() -> None:
+    flags = Flags()
+    flags.speculative_draft_model_revision = None
+    flags.speculative_draft_load_format = None
+    flags.speculative_draft_model_quantization = None
+    flags.trust_remote_code = False
+    settings = settings_for_target(flags, SsdConfig(), target_device="cpu")
+    assert settings == DrafterSettings(model_path="/draft", device="cpu")
 
 
 def test_a_missing_draft_model_names_the_flag() -> None:
