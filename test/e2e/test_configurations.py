@@ -13,12 +13,14 @@ from harness.configurations import TABLE, Row, spec_of
 from harness.draws import FILTERS, assert_same_draws, seeded
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.rounds import RoundCounter, assert_on_time
+from harness.rounds import RoundCounter, Rounds, assert_on_time
 from harness.server import Server, ServerPool
 from sglang_ssd.config import SsdConfig
 
 NUM_PROMPTS = 8
 NUM_TOKENS = 48
+NUM_SEEDS = 8
+"""For each filter, without overlap; with overlap there are more in test_sampled_identity."""
 
 
 def greedy_requests(server: Server) -> list[Request]:
@@ -41,6 +43,7 @@ def test_greedy_output_in_every_configuration(
     row: Row,
     pool: ServerPool,
     reference: Reference,
+    drafts_off: Reference,
     spec_for: Any,
     figures: dict[str, Any],
 ) -> None:
@@ -53,7 +56,20 @@ def test_greedy_output_in_every_configuration(
         found = max(found, len(assert_same(reference, requests[: len(answers)], answers)))
     rounds = counter.since()
     figures.update(rounds.summary(), rounding=found)
-    assert_on_time(rounds)
+    _assert_drafted(row, rounds)
+    if not row.overlap:
+        for params in FILTERS.values():
+            draws = seeded(server.spec.model, NUM_SEEDS, params)
+            assert_same_draws(drafts_off, draws, generate_all(server.url, draws))
+
+
+def _assert_drafted(row: Row, rounds: Rounds) -> None:
+    """Under backup none only hits have drafts: some, unless the drafter is always wrong."""
+    if row.backup == "jit":
+        assert_on_time(rounds)
+        return
+    assert_on_time(rounds, min_drafted=0.0)
+    assert rounds.drafted_rows > 0 or row.drafter == "random", rounds
 
 
 def _one_by_one_streamed_and_batched(server: Server, requests: list[Request]) -> list[list[Answer]]:
