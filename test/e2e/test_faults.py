@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoints import make_broken, make_short_context
+from harness.checkpoints import TRUNCATED_BYTES, Change, make_broken, make_short_context
 from harness.client import Request, generate_all
 from harness.drafter_faults import (
     assert_drafts_again,
@@ -25,6 +25,7 @@ from harness.drafter_faults import (
     status,
     wait_until_ready,
 )
+from harness.draws import FILTERS, assert_same_draws, seeded
 from harness.idle import assert_drained
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
@@ -65,7 +66,11 @@ def test_the_drafter_is_exchanged_under_load(
 
 
 def test_a_short_deadline_costs_drafts_only(
-    pool: ServerPool, reference: Reference, spec_for: Any, figures: dict[str, Any]
+    pool: ServerPool,
+    reference: Reference,
+    drafts_off: Reference,
+    spec_for: Any,
+    figures: dict[str, Any],
 ) -> None:
     """Red when a late reply is taken for the round after the one it was drafted for."""
     spec = spec_for("noisy", settings=(("reply_deadline_ms", 5),))
@@ -78,6 +83,11 @@ def test_a_short_deadline_costs_drafts_only(
     assert_same(reference, cases, generate_all(server.url, cases))
     figures.update(counter.since().summary())
     assert counter.since().plain_decode["late"] > 0
+    for params in FILTERS.values():
+        counter = RoundCounter(server)
+        draws = seeded(server.spec.model, 12, params)
+        assert_same_draws(drafts_off, draws, generate_all(server.url, draws))
+        assert counter.since().plain_decode["late"] > 0
 
 
 def test_past_the_drafters_context(
@@ -115,16 +125,22 @@ def test_more_requests_than_the_drafter_has_room_for(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("missing", "safetensors"),
-        ("truncated", "model.safetensors"),
+        ("missing", "draft model: no weights in {broken} (model.safetensors is missing)"),
+        (
+            "truncated",
+            "draft model: {broken}/model.safetensors is truncated: {left} of {whole} bytes",
+        ),
     ],
 )
 def test_a_drafter_that_cannot_serve_stops_the_start(
-    change: Any, reason: str, target: Path, pool: ServerPool
+    change: Change, reason: str, target: Path, pool: ServerPool
 ) -> None:
-    """Red when a broken draft checkpoint is noticed late, or without its reason."""
-    spec = ServerSpec(model=str(target), drafter=str(make_broken(target, change)))
-    assert_ends_at_start(pool, spec, "the SSD drafter", reason)
+    """Red when a broken draft checkpoint is noticed late, or without its reason and its file."""
+    broken = make_broken(target, change)
+    whole = (target / "model.safetensors").stat().st_size
+    says = reason.format(broken=broken, left=TRUNCATED_BYTES, whole=whole)
+    spec = ServerSpec(model=str(target), drafter=str(broken))
+    assert_ends_at_start(pool, spec, "the SSD drafter did not start: ", says)
 
 
 @pytest.fixture

@@ -39,15 +39,21 @@ FREQUENT_TOKENS = 260
 """A byte-pair tokenizer's first merges follow its single bytes. Padding has twice their rows, so
 twice their logits."""
 NUM_PAD_ROWS = 64
+TRUNCATED_BYTES = 1 << 20
+"""What is left of truncated weights: their header and a little more."""
 
 
 def find_target() -> Path | None:
     named = os.environ.get(MODEL_ENV)
     if named:
         return Path(named)
+    return find_model("smollm2-135m")
+
+
+def find_model(name: str) -> Path | None:
+    """The checkpoint of that name in the folder of models, if it is there."""
     models = Path(os.environ.get("SGLANG_SSD_MODELS") or ROOT / ".cache" / "models")
-    demo = models / "smollm2-135m"
-    return demo if (demo / "config.json").exists() else None
+    return models / name if (models / name / "config.json").exists() else None
 
 
 def make_drafter(kind: DrafterKind, target: Path) -> Path:
@@ -165,7 +171,7 @@ def _write_broken(drafter: Path, path: Path, change: Change) -> None:
         _write_vocabulary(weights, path, lambda table: torch.cat([table, 2 * table[rows]]))
     elif change == "truncated":
         with weights.open("rb") as source:
-            (path / weights.name).write_bytes(source.read(1 << 20))
+            (path / weights.name).write_bytes(source.read(TRUNCATED_BYTES))
 
 
 def _write_vocabulary(
