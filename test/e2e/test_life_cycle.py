@@ -20,6 +20,7 @@ from harness.reference import Reference, assert_same
 from harness.server import Server, ServerPool
 from sglang_ssd.platform.affinity import format_cores
 
+DRAFTER_MARK = "[drafter]"
 MAX_IDLE_SHARE = 0.1
 """Of one core, all processes of a server together; SGLang's own threads wake up now and then."""
 
@@ -57,9 +58,29 @@ def test_target_and_drafter_run_on_cores_of_their_own(pool: ServerPool, spec_for
     target, drafter = scheduler.cpu_affinity(), server.drafter_process().cpu_affinity()
     assert target
     assert drafter
-    assert format_cores(drafter) in re.findall(r"runs on cores (\S+)", server.log_text())
+    ours, drafters = _log_of_target_and_drafter(server)
+    assert re.findall(r"SSD: rank 0 of 1 on cores (\S+) with", ours) == [format_cores(target)]
+    assert format_cores(drafter) in re.findall(r"runs on cores (\S+)", drafters)
     if len(os.sched_getaffinity(0)) > 1:
         assert not set(target) & set(drafter)
+
+
+def test_the_drafter_starts_before_the_target_loads(pool: ServerPool, spec_for: Any) -> None:
+    """Red when one model waits for the other, so that a start takes as long as both."""
+    ours, _ = _log_of_target_and_drafter(pool.get(spec_for("self")))
+    starts = re.search(r"SSD drafter \d+ starts: ", ours)
+    loads = re.search(r"Load weight begin\.", ours)
+    assert starts is not None
+    assert loads is not None
+    assert starts.start() < loads.start()
+
+
+def _log_of_target_and_drafter(server: Server) -> tuple[str, str]:
+    """One log has both, and marks the drafter's lines."""
+    lines = server.log_text().splitlines()
+    drafters = [line for line in lines if line.startswith(DRAFTER_MARK)]
+    ours = [line for line in lines if not line.startswith(DRAFTER_MARK)]
+    return "\n".join(ours), "\n".join(drafters)
 
 
 def _cpu_seconds(server: Server) -> dict[int, float]:
