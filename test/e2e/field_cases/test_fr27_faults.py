@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,10 @@ from harness.reference import Reference
 from harness.server import Server, ServerPool, ServerSpec
 from sglang_ssd.config import SettingsError, SsdConfig, build_config, from_texts
 
+TIMEOUT_S = 5
+MARGIN_S = 10
+"""From the end of the weights' loading, the last thing logged before the wait, to its beginning:
+the target's tokenizer is loaded meanwhile; and that a stamp is of whole seconds."""
 TIMES = [name for name in SsdConfig.__struct_fields__ if name.endswith(("_ms", "_s"))]
 
 
@@ -34,7 +40,19 @@ def test_fr_27_bad_times(value: str) -> None:
 
 
 def test_fr_27_absent_at_start(target: Path, pool: ServerPool) -> None:
-    """Red when a server waits for a drafter without end, or does not say for what it waited."""
-    settings = (("endpoint", "ipc:///tmp/sglang-ssd-nobody-listens-here"), ("start_timeout_s", 3))
+    """Red when a server waits for a drafter longer or shorter than it says, or does not say for
+    what it waited."""
+    settings = (
+        ("endpoint", "ipc:///tmp/sglang-ssd-nobody-listens-here"),
+        ("start_timeout_s", TIMEOUT_S),
+    )
     spec = ServerSpec(model=str(target), drafter=str(target), settings=settings)
-    assert_ends_at_start(pool, spec, "--ssd-start-timeout-s 3")
+    log = assert_ends_at_start(pool, spec, f"--ssd-start-timeout-s {TIMEOUT_S}")
+    begin, end = stamp_of("Load weight end", log), stamp_of("Scheduler hit an exception", log)
+    assert TIMEOUT_S - 1 <= (end - begin).total_seconds() <= TIMEOUT_S + MARGIN_S
+
+
+def stamp_of(text: str, log: str) -> datetime:
+    """When SGLang logged the only line with that text; its stamps are of whole seconds."""
+    (stamp,) = re.findall(rf"^\[(\S+ \d\d:\d\d:\d\d)[^]]*\] {text}", log, re.M)
+    return datetime.fromisoformat(stamp)
