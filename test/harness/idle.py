@@ -9,6 +9,9 @@ from sglang_ssd.wire.messages import DrafterStatus, StatusRequest
 from sglang_ssd.wire.transport import TargetSocket
 
 LIMIT_S = 30.0
+CLOSED_WITHIN_S = 2.0
+LEAVING_S = 2.0
+"""SGLang waits so long before it aborts the request of a client that has gone."""
 
 
 def drafter_status(server: Server) -> DrafterStatus:
@@ -40,5 +43,24 @@ def assert_drained(server: Server) -> None:
     assert server.healthy()
 
 
+def assert_only_running(server: Server, num: int, *, limit_s: float = CLOSED_WITHIN_S) -> None:
+    """Within that time both sides hold exactly as many sequences as requests still run, and go on.
+
+    An idle target closes every sequence that it left open; while another request runs, each way
+    for a request to end must close its own.
+    """
+    deadline = time.monotonic() + limit_s
+    while (held := _num_held(server)) != (num, num) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert held == (num, num), f"target and drafter hold {held} sequences; {num} requests run"
+    time.sleep(0.5)
+    assert _num_held(server) == (num, num), "another request began meanwhile"
+
+
+def _num_held(server: Server) -> tuple[int, int]:
+    """Sequences of the target and of the drafter."""
+    return server.ssd()["live_sequences"], drafter_status(server).live_sequences
+
+
 def _is_drained(server: Server) -> bool:
-    return not server.ssd()["live_sequences"] and not drafter_status(server).live_sequences
+    return _num_held(server) == (0, 0)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import requests as http
 
 from harness.checkpoints import DrafterKind
 from harness.client import Request, generate, generate_all, start_and_leave
-from harness.idle import assert_drained
+from harness.idle import CLOSED_WITHIN_S, LEAVING_S, assert_drained, assert_only_running
 from harness.prompts import STORY, encode, ids_of_length
 from harness.reference import Reference, assert_same
 from harness.server import Server
 from harness.size import Size
 
 LONG = {"max_new_tokens": 1500, "ignore_eos": True}
+FILLING = {"max_new_tokens": 400, "ignore_eos": True}
+"""SGLang lets as many run at once as will find room for what they may still say."""
 MOST_RUNNING = 16
 ORDINARY = re.compile(r"(Prefill|Decode) batch|SSD rounds|HTTP/1.1\"? 200")
 """Lines of a server at work: SGLang's and ours of batches, one for each HTTP request."""
@@ -39,20 +43,74 @@ def test_fr_22(
     logged = len(server.log_text())
     num_clients = max(MOST_RUNNING + 8, size.num_disconnects)
     chance = random.Random(22)
-    with ThreadPoolExecutor(num_clients) as clients:
-        for index in range(num_clients):
-            prompt = ids_of_length(server.spec.model, 400 + index) if index % 4 == 3 else story
-            case = Request(prompt, LONG)
-            clients.submit(start_and_leave, server.url, case, after_s=chance.uniform(0, 0.5))
+    with one_running(server, story):
+        with ThreadPoolExecutor(num_clients) as clients:
+            for index in range(num_clients):
+                prompt = ids_of_length(server.spec.model, 400 + index) if index % 4 == 3 else story
+                case = Request(prompt, LONG)
+                clients.submit(start_and_leave, server.url, case, after_s=chance.uniform(0, 0.5))
+        assert_only_running(server, 1, limit_s=LEAVING_S + CLOSED_WITHIN_S)
     assert_drained(server)
     lines = other_lines(server.log_text()[logged:])
-    assert len(lines) <= num_clients, lines[:10]
+    assert len(lines) <= num_clients + 1, lines[:10]
     answers = generate_all(server.url, after)
     assert_same(reference, after, answers)
     lengths = [answer.meta_info["spec_accept_length"] for answer in (*before, *answers)]
     figures["accept_lengths"] = lengths
     assert sum(lengths[2:]) >= 0.7 * sum(lengths[:2])
     assert kind != "self" or min(lengths[2:]) >= server.spec.num_steps
+
+
+@contextmanager
+def one_running(server: Server, prompt: tuple[int, ...]) -> Iterator[None]:
+    """Beside a request that outlasts everything; without one an idle target closes all."""
+    rid = "fr-22-neighbour"
+    case = Request(prompt, {"max_new_tokens": 1900, "ignore_eos": True}, {"rid": rid})
+    with ThreadPoolExecutor(1) as clients:
+        running = clients.submit(generate, server.url, case)
+        try:
+            assert_only_running(server, 1, limit_s=10)
+            yield
+            assert not running.done(), "it has ended by itself: its length does not outlast this"
+        finally:
+            abort(server, rid=rid)
+        assert running.result().finish["type"] == "abort"
+
+
+def test_fr_22_each_end_beside_a_neighbour(server: Server) -> None:
+    """Red when one way to end leaves its sequence to the idle target, which a busy one never is."""
+    story = encode(server.spec.model, STORY)
+    with one_running(server, story):
+        generate(server.url, Request(story, {"max_new_tokens": 12}))
+        assert_only_running(server, 1)
+        start_and_leave(server.url, Request(story, LONG), after_s=1.0)
+        assert_only_running(server, 1, limit_s=LEAVING_S + CLOSED_WITHIN_S)
+        with all_running(server, story):
+            start_and_leave(server.url, Request(story, LONG), after_s=1.0)
+            time.sleep(LEAVING_S + 1.0)
+        assert_only_running(server, 1)
+    assert_drained(server)
+
+
+@contextmanager
+def all_running(server: Server, prompt: tuple[int, ...]) -> Iterator[None]:
+    """As many as may run beside the neighbour, so that what comes is queued; aborted at the end."""
+    rids = [f"fr-22-{index}" for index in range(MOST_RUNNING - 1)]
+    cases = [Request(prompt, FILLING, {"rid": rid}) for rid in rids]
+    with ThreadPoolExecutor(len(cases)) as clients:
+        running = [clients.submit(generate, server.url, case) for case in cases]
+        try:
+            assert_only_running(server, MOST_RUNNING, limit_s=60)
+            yield
+            assert not any(one.done() for one in running), "a place was free"
+        finally:
+            for rid in rids:
+                abort(server, rid=rid)
+        assert {one.result().finish["type"] for one in running} == {"abort"}
+
+
+def abort(server: Server, **which: Any) -> None:
+    http.post(f"{server.url}/abort_request", json=which, timeout=30)
 
 
 def test_fr_22_abort_request(server: Server, reference: Reference) -> None:
@@ -65,10 +123,11 @@ def test_fr_22_abort_request(server: Server, reference: Reference) -> None:
         time.sleep(1.0)
         beside = clients.submit(generate, server.url, plain)
         for rid in ("fr-22-0", "nobody"):
-            http.post(f"{server.url}/abort_request", json={"rid": rid}, timeout=30)
+            abort(server, rid=rid)
         assert running[0].result().finish["type"] == "abort"
         assert_same(reference, [plain], [beside.result()])
         assert not running[1].done()
-        http.post(f"{server.url}/abort_request", json={"abort_all": True}, timeout=30)
+        assert_only_running(server, 2)
+        abort(server, abort_all=True)
         assert {one.result().finish["type"] for one in running} == {"abort"}
     assert_drained(server)
