@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import transformers
 
+from harness.checkpoints import find_model
+
 ROUNDING = 2e-3
 """fp32 logits and keys of SGLang and Hugging Face differ by up to about 1e-4."""
 
@@ -26,6 +28,8 @@ SMALL = {
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
 }
+QWEN = "qwen2.5-coder-0.5b"
+LARGE_LIMIT_S = 1800
 CLASSES: dict[str, Callable[..., Any]] = {
     "LlamaForCausalLM": transformers.LlamaConfig,
     "Qwen2ForCausalLM": transformers.Qwen2Config,
@@ -33,14 +37,14 @@ CLASSES: dict[str, Callable[..., Any]] = {
 }
 
 
-def largest_differences(model_dir: Path) -> dict[str, Any]:
+def largest_differences(model_dir: Path, *, limit_s: float = 500) -> dict[str, Any]:
     test_dir = Path(__file__).parents[1]
     run = subprocess.run(
         [sys.executable, "-m", "toys.check_model", str(model_dir)],
         cwd=test_dir,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=limit_s,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -49,8 +53,10 @@ def largest_differences(model_dir: Path) -> dict[str, Any]:
 
 
 def assert_right(found: dict[str, Any]) -> None:
-    assert found.pop("extend") < ROUNDING
-    for backup, events in found.items():
+    assert found["extend"] < ROUNDING
+    assert found["layers"] > 1
+    assert found["plans per forward"] == [1], "one for all layers"
+    for backup, events in found["outcomes"].items():
         for name, figures in events.items():
             assert figures["as expected"] == 1, f"{backup}: {name}"
             assert figures["kv"] < ROUNDING, f"{backup}: {name}"
@@ -76,3 +82,13 @@ def test_every_supported_class_with_small_random_weights(name: str, tmp_path: Pa
 @pytest.mark.slow
 def test_the_demo_model(target: Path) -> None:
     assert_right(largest_differences(target))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LARGE_LIMIT_S + 60)
+def test_real_qwen2_weights() -> None:
+    """Red when what random weights lack goes wrong: biased keys, a large vocabulary."""
+    model = find_model(QWEN)
+    if model is None:
+        pytest.skip(f"no checkpoint {QWEN} in the folder that SGLANG_SSD_MODELS names")
+    assert_right(largest_differences(model, limit_s=LARGE_LIMIT_S))

@@ -1,7 +1,8 @@
 """Drives SGLang's draft model through every outcome beside Hugging Face's same weights.
 
 A process of its own, because SGLang has one configuration per process:
-`python -m toys.check_model MODEL_DIR` prints one JSON object of the largest differences.
+`python -m toys.check_model MODEL_DIR` prints one JSON object of the largest differences
+and of how often a forward planned its attention.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class CheckedModel:
         from sglang.srt.plugins import load_plugins
 
         load_plugins()
+        self._plans = count_plans()
+        self.plans_per_forward: set[int] = set()
         from transformers import AutoModelForCausalLM
 
         from sglang_ssd.drafter.runner import SglangModelStep
@@ -49,11 +52,21 @@ class CheckedModel:
         self.context_len = self._step.context_len
         self.total_slots = self._step.total_slots
 
+    @property
+    def num_layers(self) -> int:
+        return int(self._step.kv_pool.layer_num)
+
     def extend(self, rows: Sequence[ExtendRow]) -> torch.Tensor:
-        return self._step.extend(rows)
+        self._plans.clear()
+        logits = self._step.extend(rows)
+        self.plans_per_forward.add(len(self._plans))
+        return logits
 
     def branch_step(self, rows: Sequence[BranchRows]) -> torch.Tensor:
-        return self._step.branch_step(rows)
+        self._plans.clear()
+        logits = self._step.branch_step(rows)
+        self.plans_per_forward.add(len(self._plans))
+        return logits
 
     @torch.inference_mode()
     def reference(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +85,21 @@ class CheckedModel:
                 for i in layers
             ]
         )
+
+
+def count_plans() -> list[int]:
+    """A list that grows by the number of rows whenever the attention backend makes a plan."""
+    from sglang_ssd.platform import cpu_attention
+
+    made: list[int] = []
+
+    class CountedPlan(cpu_attention.AttentionPlan):
+        def __init__(self, rows: list[cpu_attention.PlanRow]) -> None:
+            made.append(len(rows))
+            super().__init__(rows)
+
+    cpu_attention.AttentionPlan = CountedPlan  # type: ignore[misc]
+    return made
 
 
 def row(token_ids: list[int], start: int, slots: Sequence[int]) -> ExtendRow:
@@ -122,7 +150,9 @@ def main() -> None:
     warm_up(model)
     result = {
         "extend": check_extends(model),
-        **{backup: check_outcomes(model, backup) for backup in ("jit", "none")},
+        "outcomes": {backup: check_outcomes(model, backup) for backup in ("jit", "none")},
+        "plans per forward": sorted(model.plans_per_forward),
+        "layers": model.num_layers,
     }
     print(json.dumps(result))
 
