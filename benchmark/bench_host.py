@@ -54,8 +54,7 @@ class ReadyReplies:
                 schema_version=message.schema_version,
                 drafter_pid=os.getpid(),
                 vocab_size=message.vocab_size,
-                context_len=message.context_len,
-                max_sequences=len(self._drafts),
+                context_len=1 << 20,
             )
             self._replies.append((welcome, []))
         if isinstance(message, VerifyCommit):
@@ -199,7 +198,6 @@ def _worker(num_steps: int, vocab_size: int, drafts: list[list[int]]) -> Any:
         target_id="host",
         num_steps=num_steps,
         vocab_size=vocab_size,
-        context_len=1 << 20,
         token_map_blocks=[],
         allow_padded_vocab=False,
     )

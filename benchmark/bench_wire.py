@@ -46,7 +46,6 @@ HELLO = Hello(
     target_id="bench",
     num_steps=1,
     vocab_size=VOCAB_SIZE,
-    context_len=4096,
     token_map_blocks=[],
     allow_padded_vocab=False,
 )
@@ -55,7 +54,6 @@ WELCOME = Welcome(
     drafter_pid=0,
     vocab_size=VOCAB_SIZE,
     context_len=4096,
-    max_sequences=64,
     drafter_id="bench",
 )
 

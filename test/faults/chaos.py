@@ -124,7 +124,7 @@ class Drafter:
             text=True,
         )
         self.pids.append(process.pid)
-        return DrafterHandle(process, endpoint=settings.endpoint, socket_dir=None)
+        return DrafterHandle(process)
 
     def send_signal(self, what: signal.Signals) -> None:
         psutil.Process(self.supervisor.pid).send_signal(what)

@@ -126,7 +126,7 @@ class Fuzzer:
         match rng.randrange(9):
             case 0:
                 name = rng.choice(["", "a", "b"])
-                return Welcome(SCHEMA_VERSION, 1, VOCAB_SIZE, 400, 8, drafter_id=name)
+                return Welcome(SCHEMA_VERSION, 1, VOCAB_SIZE, 400, drafter_id=name)
             case 1:
                 return Refusal(["no"], rng.randrange(-1, 3), ["a", "b"])
             case 2:

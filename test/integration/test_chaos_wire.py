@@ -31,7 +31,7 @@ class PretendedTarget:
     """Rounds over known texts in a thread of its own, until stopped."""
 
     def __init__(self, endpoint: str, texts: list[list[int]]) -> None:
-        hello = Hello(SCHEMA_VERSION, "pretended", NUM_STEPS, VOCAB_SIZE, 2048, [], False)
+        hello = Hello(SCHEMA_VERSION, "pretended", NUM_STEPS, VOCAB_SIZE, [], False)
         self.client = DraftClient(
             TargetSocket(endpoint),
             hello=hello,

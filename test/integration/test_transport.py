@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from sglang_ssd.wire.endpoints import unique_ipc_endpoint, validate_endpoint
+from sglang_ssd.drafter.process import make_endpoint, remove_endpoint
+from sglang_ssd.wire.endpoints import validate_endpoint
 from sglang_ssd.wire.frames import MAX_FRAME_BYTES, encode
 from sglang_ssd.wire.messages import (
     DraftClose,
@@ -221,13 +222,16 @@ def test_the_socket_of_a_killed_drafter_is_in_nobodys_way(tmp_path):
     DrafterSocket(f"ipc://{path}").close()
 
 
-def test_unique_endpoints_are_private_and_vanish():
-    endpoints = [unique_ipc_endpoint(), unique_ipc_endpoint()]
+def test_unique_endpoints_are_private_and_outlive_a_drafter():
+    """Red when the next drafter finds no directory to bind in, or another user's."""
+    endpoints = [make_endpoint(), make_endpoint()]
     assert len(set(endpoints)) == 2
     for endpoint in endpoints:
         directory = Path(endpoint.removeprefix("ipc://")).parent
         assert stat.S_IMODE(os.stat(directory).st_mode) == 0o700
         DrafterSocket(endpoint).close()
+        DrafterSocket(endpoint).close()
+        remove_endpoint(endpoint)
         assert not directory.exists()
 
 

@@ -35,7 +35,6 @@ HELLO = Hello(
     target_id="toy",
     num_steps=NUM_STEPS,
     vocab_size=61,
-    context_len=400,
     token_map_blocks=[],
     allow_padded_vocab=False,
 )

@@ -124,7 +124,6 @@ class ToyTarget:
             target_id="toy",
             num_steps=self.num_steps,
             vocab_size=self.model.vocab_size,
-            context_len=self.model.context_len,
             token_map_blocks=[],
             allow_padded_vocab=False,
         )

@@ -18,13 +18,12 @@ from sglang_ssd.wire.token_map import (
 )
 
 TOKENS = [f"t{i}" for i in range(2 * TOKENS_PER_BLOCK + 100)]
-OURS = Abilities.of(vocab_size=2200, context_len=512, max_sequences=4, tokens=TOKENS)
+OURS = Abilities.of(vocab_size=2200, context_len=512, tokens=TOKENS)
 HELLO = Hello(
     schema_version=SCHEMA_VERSION,
     target_id="t",
     num_steps=4,
     vocab_size=2200,
-    context_len=1024,
     token_map_blocks=digest_blocks(TOKENS),
     allow_padded_vocab=False,
 )
@@ -38,7 +37,7 @@ def ask(config: SsdConfig | None = None, **changes: object) -> Welcome | Refusal
 def test_the_same_vocabulary_is_welcome_whatever_the_contexts() -> None:
     answer = ask()
     assert isinstance(answer, Welcome)
-    assert (answer.vocab_size, answer.context_len, answer.max_sequences) == (2200, 512, 4)
+    assert (answer.vocab_size, answer.context_len) == (2200, 512)
 
 
 def test_all_reasons_come_at_once() -> None:

@@ -19,7 +19,6 @@ HELLO = Hello(
     target_id="t",
     num_steps=4,
     vocab_size=100,
-    context_len=64,
     token_map_blocks=[],
     allow_padded_vocab=False,
 )
@@ -54,9 +53,6 @@ class Process:
     def alive(self) -> bool:
         return True
 
-    def why_ended(self) -> str:
-        return ""
-
     def note_ready(self) -> None:
         self.notes.append("ready")
 
@@ -79,7 +75,7 @@ def hear(
 
 
 def welcome(pid: int) -> Welcome:
-    return Welcome(SCHEMA_VERSION, pid, 100, 64, 8, drafter_id="d")
+    return Welcome(SCHEMA_VERSION, pid, 100, 64, drafter_id="d")
 
 
 def test_a_drafter_that_is_gone_neither_serves_nor_refuses() -> None:
@@ -125,9 +121,7 @@ def said_between(
         token_map_blocks=digest_blocks(ours),
         allow_padded_vocab=padded,
     )
-    drafter = Abilities.of(
-        vocab_size=len(theirs) + num_pads[1], context_len=64, max_sequences=8, tokens=theirs
-    )
+    drafter = Abilities.of(vocab_size=len(theirs) + num_pads[1], context_len=64, tokens=theirs)
     answer = answer_hello(hello, drafter, config=SsdConfig())
     return hear(answer, None, hello=hello, tokens=ours).last_error
 

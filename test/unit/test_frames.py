@@ -37,7 +37,6 @@ HELLO = Hello(
     target_id="t",
     num_steps=4,
     vocab_size=100,
-    context_len=64,
     token_map_blocks=["ab"],
     allow_padded_vocab=False,
 )
@@ -53,9 +52,7 @@ COMMIT = VerifyCommit(
     num_tokens=[3, 1],
 )
 CLOSE = DraftClose(rids=["a"], generations=[3])
-WELCOME = Welcome(
-    schema_version=SCHEMA_VERSION, drafter_pid=1, vocab_size=100, context_len=64, max_sequences=8
-)
+WELCOME = Welcome(schema_version=SCHEMA_VERSION, drafter_pid=1, vocab_size=100, context_len=64)
 REPLY = SpeculateReply(
     round_id=9,
     rids=["a", "b", "c"],
@@ -198,11 +195,10 @@ def test_a_count_that_metrics_cannot_take_is_refused(field, value):
         decode_to_target(encode(message))
 
 
-@pytest.mark.parametrize("field", ["vocab_size", "context_len"])
-def test_a_target_has_a_vocabulary_and_a_context(field):
+def test_a_target_has_a_vocabulary():
     """Red when the drafter is to rank the tokens of none: with padding any size is allowed."""
     for value in (0, -1):
-        message = msgspec.structs.replace(HELLO, **{field: value}, allow_padded_vocab=True)
+        message = msgspec.structs.replace(HELLO, vocab_size=value, allow_padded_vocab=True)
         with pytest.raises(ProtocolError):
             decode_to_drafter(encode(message))
 

@@ -285,16 +285,14 @@ class SpeculationCache:
     def unseen_tokens(self, base_committed_len: int, tokens: Sequence[int]) -> list[int]:
         """Of a commit's ids, which start at base_committed_len, those not committed here yet.
 
-        [] for a late or duplicate commit. ValueError if ids are missing or contradict known ones.
+        [] for a late or duplicate commit. They must not contradict known ones (`contradicted_at`).
+        ValueError if ids between are missing.
         """
         known = self.committed_len - base_committed_len
-        if known < 0 or base_committed_len < 0:
+        if known < 0:
             raise ValueError(
                 f"base {base_committed_len}, but only {self.committed_len} ids are known"
             )
-        overlap = self.tokens[base_committed_len : self.committed_len][: len(tokens)]
-        if overlap != list(tokens[: len(overlap)]):
-            raise ValueError(f"ids from {base_committed_len} contradict the committed ones")
         return list(tokens[known:])
 
     def contradicted_at(self, base_committed_len: int, tokens: Sequence[int]) -> int | None:

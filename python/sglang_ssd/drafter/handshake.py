@@ -19,19 +19,15 @@ class Abilities(msgspec.Struct, frozen=True, kw_only=True):
     drafter_id: str
     vocab_size: int
     context_len: int
-    max_sequences: int
     tokens: list[str]
     blocks: list[str]
 
     @classmethod
-    def of(
-        cls, *, vocab_size: int, context_len: int, max_sequences: int, tokens: list[str]
-    ) -> Abilities:
+    def of(cls, *, vocab_size: int, context_len: int, tokens: list[str]) -> Abilities:
         return cls(
             drafter_id=uuid.uuid4().hex[:12],
             vocab_size=vocab_size,
             context_len=context_len,
-            max_sequences=max_sequences,
             tokens=tokens,
             blocks=digest_blocks(tokens),
         )
@@ -69,7 +65,6 @@ def answer_hello(hello: Hello, abilities: Abilities, *, config: SsdConfig) -> We
         drafter_pid=os.getpid(),
         vocab_size=abilities.vocab_size,
         context_len=abilities.context_len,
-        max_sequences=abilities.max_sequences,
         drafter_id=abilities.drafter_id,
     )
 

@@ -91,10 +91,7 @@ class DraftLoop:
         self._transport = transport
         self._clock = clock
         self._abilities = Abilities.of(
-            vocab_size=model.vocab_size,
-            context_len=model.context_len,
-            max_sequences=max_sequences,
-            tokens=tokens,
+            vocab_size=model.vocab_size, context_len=model.context_len, tokens=tokens
         )
         self.table = RequestTable(
             total_slots=model.total_slots,

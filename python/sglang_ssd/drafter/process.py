@@ -13,7 +13,6 @@ well.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
@@ -101,7 +100,6 @@ class DrafterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         str,
         _help("Where to listen; targets name it as --ssd-endpoint.", allowed=ALLOWED_ENDPOINTS),
     ] = ""
-    """Empty: start_drafter makes a fresh ipc:// one."""
     secret_key: Annotated[
         str | None,
         _help(
@@ -231,13 +229,9 @@ def to_argv(settings: DrafterSettings) -> list[str]:
 class DrafterHandle:
     """A running drafter child: its log, its life."""
 
-    def __init__(
-        self, process: subprocess.Popen[str], *, endpoint: str, socket_dir: str | None
-    ) -> None:
-        self.endpoint = endpoint
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         self.pid = process.pid
         self._process = process
-        self._socket_dir = socket_dir
         self._tail: deque[str] = deque(maxlen=_LOG_TAIL_LINES)
         assert process.stdout is not None, "the child's output is piped"
         self._reader = threading.Thread(
@@ -261,7 +255,7 @@ class DrafterHandle:
         return f"the drafter process {self.pid} ended with {how}: " + "\n".join(lines)
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End it (politely, then not) and remove its socket; harmless when it is gone already."""
+        """End it, politely, then not; harmless when it is gone already."""
         if self.alive():
             self._process.terminate()
             try:
@@ -269,8 +263,6 @@ class DrafterHandle:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        if self._socket_dir is not None:
-            shutil.rmtree(self._socket_dir, ignore_errors=True)
 
     def _relay_log(self, stream: IO[str]) -> None:
         with stream:
@@ -288,33 +280,12 @@ def make_endpoint() -> str:
 
 def remove_endpoint(endpoint: str) -> None:
     """Remove what make_endpoint made."""
-    shutil.rmtree(_socket_dir(endpoint), ignore_errors=True)
-
-
-def _socket_dir(endpoint: str) -> Path:
-    return Path(endpoint.removeprefix(IPC)).parent
-
-
-def _restore_socket_dir(endpoint: str) -> None:
-    """A drafter that was told to end has removed the directory that we made for it."""
-    directory = _socket_dir(endpoint)
-    if not directory.name.startswith(f"{SOCKET_DIR_PREFIX}{os.getpid()}-"):
-        return
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    if directory.stat().st_uid != os.getuid():
-        raise PermissionError(f"{directory} belongs to another user")
+    shutil.rmtree(Path(endpoint.removeprefix(IPC)).parent, ignore_errors=True)
 
 
 def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle:
     """Start it and return at once; call from a thread that lives as long as the server."""
-    socket_dir = None
-    endpoint = settings.endpoint or make_endpoint()
-    if settings.endpoint:
-        _restore_socket_dir(endpoint)
-    else:
-        socket_dir = str(_socket_dir(endpoint))
-    told = msgspec.structs.replace(settings, endpoint=endpoint, parent_pid=os.getpid())
+    told = msgspec.structs.replace(settings, parent_pid=os.getpid())
     process = subprocess.Popen(
         [sys.executable, "-m", "sglang_ssd.drafter", *to_argv(told)],
         stdin=subprocess.DEVNULL,
@@ -328,7 +299,7 @@ def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle
     )
     logger.info("SSD drafter %d starts: %s", process.pid, told)
     try:
-        return DrafterHandle(process, endpoint=endpoint, socket_dir=socket_dir)
+        return DrafterHandle(process)
     except RuntimeError:  # no thread for its log
         process.kill()
         process.wait()

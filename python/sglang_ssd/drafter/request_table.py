@@ -141,7 +141,6 @@ class RequestTable:
         self.max_sequences = max_sequences
         self._context_len = context_len
         self._sequences: dict[tuple[bytes, str], Sequence] = {}
-        self._rows: list[Sequence | None] = [None] * max_sequences
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._row_generations = [0] * max_sequences
         self._free = np.arange(total_slots, 0, -1, dtype=np.int64)  # stack, top at _num_free - 1
@@ -183,7 +182,6 @@ class RequestTable:
             return True
         seq.row = self._free_rows.pop()
         seq.row_generation = self._row_generations[seq.row]
-        self._rows[seq.row] = seq
         seq.cache = SpeculationCache(num_steps=seq.limits.num_steps, committed_tokens=tokens)
         seq.line_slots = np.zeros(self._context_len, dtype=np.int64)
         self._reserve(seq, len(tokens))
@@ -244,9 +242,6 @@ class RequestTable:
     def is_empty(self) -> bool:
         return not self._sequences
 
-    def oldest_seen(self) -> float:
-        return min(seq.last_seen for seq in self._sequences.values())
-
     def check_partition(self) -> None:
         """Every slot is in exactly one place, rows mirror caches, reservations add up."""
         held: list[int] = [0, *self._free[: self._num_free].tolist()]
@@ -257,7 +252,7 @@ class RequestTable:
             assert len(seq.cache.all_slots()) <= seq.reserved, (
                 f"{seq.rid}: holds more than reserved"
             )
-            assert self._rows[seq.row] is seq, f"{seq.rid}: its row belongs to another"
+            assert self.holds(seq), f"{seq.rid}: its row belongs to another"
         assert sorted(held) == list(range(self.total_slots + 1)), "a slot is lost or held twice"
         assert self._reserved == sum(seq.reserved for seq in self), "reservations do not add up"
         assert self.num_live == sum(1 for _ in self), "rows leak"
@@ -286,7 +281,6 @@ class RequestTable:
         self._reserved -= seq.reserved
         seq.reserved = 0
         seq.line_slots = _NO_SLOTS
-        self._rows[seq.row] = None
         self._row_generations[seq.row] += 1
         self._free_rows.append(seq.row)
         seq.row = -1

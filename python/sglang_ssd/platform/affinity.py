@@ -8,15 +8,12 @@ it. Data-parallel replicas divide each side among themselves, TP ranks share the
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Iterable
 
 import msgspec
 
 from sglang_ssd.config import ALLOWED_TEXTS, SsdConfig, flag_name
-
-logger = logging.getLogger(__name__)
 
 AUTO = "auto"
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-__all__ = ["BACKEND_NAME", "CpuAttentionBackend", "PlanRow"]
-
 BACKEND_NAME = "ssd_cpu"
 
 

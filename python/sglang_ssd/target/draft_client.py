@@ -370,7 +370,6 @@ class DraftClient:
     def _note_wait(self, rows: list[DraftSequence], start: float, *, waited: bool) -> None:
         end = self._clock()
         self._tracer.add("wait for drafts", int(start * 1e9), int(end * 1e9), rows=len(rows))
-        self.stats.waits += 1
         self.stats.reply_wait_seconds += end - start
         if not self.link.is_ready():
             return

@@ -51,8 +51,6 @@ class Drafter(Protocol):
 
     def alive(self) -> bool: ...
 
-    def why_ended(self) -> str: ...
-
     def note_ready(self) -> None: ...
 
     def note_refused(self, reason: str) -> None: ...
@@ -177,7 +175,7 @@ class DrafterLink:
         if is_same and (self.phase == "greeting" or drafter.alive()):
             return
         self._num_starts = drafter.num_starts
-        self._lose(drafter.why_ended())
+        self._lose("the drafter process has ended")
 
     def _has_process(self) -> bool:
         return self._drafter is None or self._drafter.alive()

@@ -58,7 +58,6 @@ def connect(
         target_id=uuid.uuid4().hex[:12],
         num_steps=num_steps,
         vocab_size=vocab_size,
-        context_len=context_len,
         token_map_blocks=digest_blocks(tokens),
         allow_padded_vocab=config.allow_padded_vocab,
     )

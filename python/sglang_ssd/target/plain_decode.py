@@ -33,22 +33,18 @@ class RequestView(Protocol):
     positional_embed_overrides: Any
 
 
-def needs_plain_decode(req: RequestView) -> str | None:
-    """Name of the parameter for which this request decodes plainly; None if it speculates.
+def needs_plain_decode(req: RequestView) -> bool:
+    """Whether a parameter of this request rules drafts out.
 
     Embeddings in place of ids are no bar to exactness, but a drafter has only ids to go by.
     """
-    if req.custom_logit_processor is not None and not _is_known_function(
-        req.custom_logit_processor
-    ):
-        return "custom_logit_processor"
-    if req.grammar is not None and not can_roll_back(req.grammar):
-        return "grammar"
-    if req.input_embeds is not None:
-        return "input_embeds"
-    if req.positional_embed_overrides is not None:
-        return "positional_embed_overrides"
-    return None
+    processor, grammar = req.custom_logit_processor, req.grammar
+    return (
+        (processor is not None and not _is_known_function(processor))
+        or (grammar is not None and not can_roll_back(grammar))
+        or req.input_embeds is not None
+        or req.positional_embed_overrides is not None
+    )
 
 
 def opts_out(req: RequestView) -> bool:

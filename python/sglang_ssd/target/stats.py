@@ -70,7 +70,6 @@ class ClientStats(msgspec.Struct):
     round_seconds: float = 0.0  # from asking for drafts until the outcome is sent
     verify_seconds: float = 0.0  # from drafts in hand until the outcome is known
     reply_wait_seconds: float = 0.0
-    waits: int = 0
     missed_deadlines: int = 0
 
     stale_replies: int = 0

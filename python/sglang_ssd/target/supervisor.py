@@ -116,9 +116,6 @@ class DrafterSupervisor:
         """Whether the first drafter ended before it served: there will be no other."""
         return self._proven is None and self._started.is_set() and not self.alive()
 
-    def why_ended(self) -> str:
-        return "the drafter process has ended"
-
     def failure(self) -> str:
         """Of a first drafter that has failed: all that is known."""
         reason = self._handle.exit_reason() if self._handle is not None else None

@@ -50,8 +50,5 @@ def validate_endpoint(endpoint: str, *, has_keys: bool = False) -> str:
 
 
 def unique_ipc_endpoint() -> str:
-    """A fresh ipc:// endpoint in a new directory that only this user may enter (mode 0700).
-
-    The DrafterSocket that binds it removes both at close.
-    """
+    """A fresh ipc:// endpoint in a new directory that only this user may enter (mode 0700)."""
     return f"{IPC}{tempfile.mkdtemp(prefix=f'{SOCKET_DIR_PREFIX}{os.getpid()}-')}/drafter"

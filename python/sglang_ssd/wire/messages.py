@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 _MOST = (1 << 31) - 1  # sums of a few still fit a message
 
@@ -91,7 +91,6 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     target_id: str  # unique per server, names the peer in logs
     num_steps: int
     vocab_size: Length  # rows of the target's lm_head
-    context_len: Length
     token_map_blocks: list[str]  # sha256 of the token strings of ids [1024 * i, 1024 * (i + 1))
     allow_padded_vocab: bool
 
@@ -101,7 +100,6 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     drafter_pid: int
     vocab_size: int
     context_len: int
-    max_sequences: int
     drafter_id: str = ""  # new for every drafter process; schema 1 had none
 
 

@@ -8,7 +8,6 @@ safe (messages.py). Malformed input is counted and dropped; it never reaches the
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import socket as socketlib
@@ -22,7 +21,7 @@ import msgspec
 import zmq
 
 from sglang_ssd.wire.curve import HandshakeMonitor, KeyFiles, secure_drafter, secure_target
-from sglang_ssd.wire.endpoints import IPC, SOCKET_DIR_PREFIX, validate_endpoint
+from sglang_ssd.wire.endpoints import IPC, validate_endpoint
 from sglang_ssd.wire.frames import (
     MAX_FRAME_BYTES,
     Ids,
@@ -163,11 +162,7 @@ class DrafterSocket:
             self._guard.stop()
         self._context.destroy(linger=0)
         if self.endpoint.startswith(IPC):  # libzmq leaves the file
-            path = Path(self.endpoint.removeprefix(IPC))
-            path.unlink(missing_ok=True)
-            if path.parent.name.startswith(SOCKET_DIR_PREFIX):
-                with contextlib.suppress(OSError):  # not empty, or its maker removed it
-                    path.parent.rmdir()
+            Path(self.endpoint.removeprefix(IPC)).unlink(missing_ok=True)
 
 
 class _Gate:
