@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from servers import Server
+from sglang_ssd.target.stats import hit_rate
 from timeline import Round, drafting_under_verify, find_rounds, read_trace
 
 REQUEST_LIMIT_S = 3600
@@ -186,7 +187,7 @@ def flush_trace(server: Server, prompt: list[int]) -> None:
 
 
 def ssd_state(server: Server) -> dict[str, Any]:
-    """The counters of target/draft_client.py; {} without speculation."""
+    """The counters of target/stats.py; {} without speculation."""
     state: dict[str, Any] = server.get_json("/server_info")["internal_states"][0]
     return dict(state.get("ssd", {}))
 
@@ -199,15 +200,10 @@ def counted_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
     def counted(name: str) -> int:
         return int(after[name] - before[name])
 
-    def served(name: str) -> int:
-        return int(after["served"].get(name, 0) - before["served"].get(name, 0))
-
-    hits = served("hit") + served("chain_hit")
-    outcomes = hits + served("jit") + served("none")
     asked = counted("on_time_rows") + counted("missing_rows")
     return {
         "accept_length": 1 + counted("correct_drafts") / max(1, counted("rows")),
-        "hit_rate": hits / max(1, outcomes),
+        "hit_rate": hit_rate(hits=counted("hits"), misses=counted("misses")),
         "on_time_rate": counted("on_time_rows") / max(1, asked),
     }
 

@@ -62,9 +62,9 @@ MAX_SKINNY_ROWS = {torch.float32: 64, torch.bfloat16: 128}
 WIDENED_COLUMNS = 512
 
 SINGLE = 0
-TEMPLATES = {SINGLE: 1, 1: 4, 2: 4, 3: 3, 4: 2, 5: 2, 6: 2}
-"""Weight rows of a step for so many rows of x: their accumulators fill 16 vector registers."""
-MAX_GROUP = 6
+COLUMNS = (1, 4, 4, 3, 2, 2, 2)
+"""Weight rows of a step for SINGLE, 1, 2, .. rows of x: their accumulators fill 16 registers."""
+MAX_GROUP = len(COLUMNS) - 1
 PASS_GROUPS = 6
 """Groups whose accumulators are kept at once; more take turns on each tile."""
 NUM_ACCUMULATORS = PASS_GROUPS * MAX_GROUP * TILE * LANES
@@ -276,9 +276,9 @@ def _accumulate(job, first_group, end_group, first_out, width, accumulators):  #
             rows = _group_start(num_rows, group + 1) - row
             x = field(job, PACKED) + (row * num_chunks + start * rows) * CHUNK * 4
             target = accumulators + (row - first_row) * ROW_BYTES
-            steps = width // _columns_of(rows)
+            steps = width // COLUMNS[rows]
             _multiply_rows(kind, rows, steps, x, rows, weight, stride, size, ahead, target, block)
-            done = steps * _columns_of(rows)
+            done = steps * COLUMNS[rows]
             for i in range(rows if done < width else 0):
                 _multiply_rows(
                     kind, SINGLE, width - done, x + i * CHUNK * 4, rows, weight + done * stride,
@@ -328,13 +328,6 @@ def _element(kind, address, index):  # type: ignore[no-untyped-def]
     return float32_array(address, index + 1)[index]
 
 
-@njit
-def _columns_of(rows):  # type: ignore[no-untyped-def]
-    if rows <= 2:
-        return 4
-    return 3 if rows == 3 else 2
-
-
 @intrinsic
 def _multiply_rows(  # type: ignore[no-untyped-def]
     typing_context, kind, rows, num_steps, x, x_rows, weight, weight_stride,
@@ -356,7 +349,7 @@ def _multiply_rows(  # type: ignore[no-untyped-def]
             builder.cbranch(is_kind, cases, other)
             builder.position_at_end(cases)
             switch = builder.switch(rows, done)
-            for num_rows, columns in TEMPLATES.items():
+            for num_rows, columns in enumerate(COLUMNS):
                 case = builder.append_basic_block("rows")
                 switch.add_case(ir.Constant(I64, num_rows), case)
                 builder.position_at_end(case)

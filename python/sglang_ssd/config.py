@@ -18,14 +18,18 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from sglang_ssd.core.fan_out import fan_out_reasons
 from sglang_ssd.wire.endpoints import ALLOWED_ENDPOINTS, endpoint_refusal
 
 CONFIG_ENV = "SGLANG_SSD_CONFIG"
 """Environment variable that carries the config: JSON text, or the path of a JSON file."""
 
+ALGORITHM = "SSD"
+"""Our name among SGLang's speculative algorithms."""
+
 PLATFORM_ENV = "SGLANG_PLATFORM"
 CPU_PLATFORM = "ssd_cpu"
-"""Our platform's name in SGLang's variable."""
+"""Our platform's name in SGLang's variable, and that of its attention backend."""
 
 MAX_NUM_STEPS = 16
 DEFAULT_NUM_STEPS = 4
@@ -331,17 +335,7 @@ def _unless_wrong(reading: ConfigReading) -> SsdConfig:
 
 def validate(config: SsdConfig, num_steps: int) -> list[str]:
     """Reasons against this config for K = num_steps on this machine; empty if there are none."""
-    reasons = []
-    fan_out = config.fan_out
-    if len(fan_out) not in (1, num_steps + 1):
-        reasons.append(
-            f"{flag_name('fan_out')} {_shown(fan_out)}: {len(fan_out)} numbers; allowed is one, "
-            f"or {num_steps + 1} of them (--speculative-num-steps + 1)"
-        )
-    if fan_out and not any(fan_out):
-        reasons.append(
-            f"{flag_name('fan_out')} {_shown(fan_out)}: all zero; one at least must be positive"
-        )
+    reasons = fan_out_reasons(config.fan_out, num_steps=num_steps)
     has_keys = config.secret_key is not None and config.peer_keys is not None
     if config.endpoint is not None:
         refusal = endpoint_refusal(config.endpoint, has_keys=has_keys)

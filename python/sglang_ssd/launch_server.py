@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from sglang_ssd.config import (
+    ALGORITHM,
     CONFIG_ENV,
     CPU_PLATFORM,
     DEFAULT_NUM_STEPS,
@@ -143,7 +144,7 @@ def _serve(server_argv: list[str], settings: dict[str, Any]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     server_args = prepare_server_args(server_argv)
-    if (server_args.speculative_algorithm or "").upper() != "SSD":
+    if (server_args.speculative_algorithm or "").upper() != ALGORITHM:
         _check_without_ssd(server_args.speculative_algorithm, settings)
     try:
         run_server(server_args)

@@ -10,12 +10,14 @@ import multiprocessing
 import os
 import sys
 
+from sglang_ssd.config import CPU_PLATFORM, PLATFORM_ENV
+
 _registered = False
 
 
 def activate_cpu_platform() -> str | None:
     """The platform's class if SGLANG_PLATFORM asks for it; None leaves a GPU machine alone."""
-    if os.environ.get("SGLANG_PLATFORM") != "ssd_cpu":
+    if os.environ.get(PLATFORM_ENV) != CPU_PLATFORM:
         return None
     from sglang_ssd.platform import cpu
 

@@ -20,7 +20,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 import sglang_ssd
 from sglang_ssd import compat
-from sglang_ssd.config import SettingsError
+from sglang_ssd.config import ALGORITHM, SettingsError
 from sglang_ssd.target import algorithm
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
@@ -109,7 +109,7 @@ def test_another_version_registers_and_is_refused_before_anything_loads(monkeypa
     """Red when SSD serves a version that was not tested, or is an unknown algorithm there."""
     monkeypatch.setattr(compat.metadata, "version", lambda name: "0.4.0")
     load_plugins()
-    assert SpeculativeAlgorithm.from_string(algorithm.ALGORITHM).is_some()
+    assert SpeculativeAlgorithm.from_string(ALGORITHM).is_some()
     with pytest.raises(SettingsError) as refused:
         algorithm.validate_server_args(ServerArgs(model_path="none"))
     assert str(refused.value) == (

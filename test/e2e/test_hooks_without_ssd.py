@@ -15,8 +15,6 @@ from sglang_ssd.target import algorithm, hooks, session_hooks
 @pytest.fixture(autouse=True)
 def plain_server(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SimpleNamespace(speculative_algorithm=None)
-    monkeypatch.setattr(hooks, "get_spec", lambda: spec)
-    monkeypatch.setattr(session_hooks, "get_spec", lambda: spec)
     monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
 
 

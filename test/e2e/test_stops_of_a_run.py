@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt import runtime_context
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
@@ -16,6 +17,7 @@ from sglang.srt.managers.scheduler_components.batch_result_processor import (
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils import hf_transformers_utils
 
+from sglang_ssd.config import ALGORITHM
 from sglang_ssd.target import hooks
 
 TEXT = "I'm going to Paris.\nShe said no."
@@ -34,8 +36,8 @@ get_tokenizer = cache(hf_transformers_utils.get_tokenizer)
 
 @pytest.fixture
 def speculating(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = SimpleNamespace(speculative_algorithm=hooks.ALGORITHM)
-    monkeypatch.setattr(hooks, "get_spec", lambda: spec)
+    spec = SimpleNamespace(speculative_algorithm=ALGORITHM)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
 
 
 def ended(model: str, stops: dict[str, Any], run_len: int, update: Any) -> tuple[Any, ...]:

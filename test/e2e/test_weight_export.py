@@ -6,8 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt import runtime_context
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
+from sglang_ssd.config import ALGORITHM
 from sglang_ssd.target import hooks
 
 SAVE = SchedulerWeightUpdaterManager.save_remote_model
@@ -22,8 +24,8 @@ def updater_of(saved: list[str]) -> Any:
 
 def test_the_target_is_saved_without_a_draft_url(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when SGLang's assertion about draft_url ends the scheduler."""
-    spec = SimpleNamespace(speculative_algorithm=hooks.ALGORITHM)
-    monkeypatch.setattr(hooks, "get_spec", lambda: spec)
+    spec = SimpleNamespace(speculative_algorithm=ALGORITHM)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
     saved: list[str] = []
     updater = updater_of(saved)
     worker = updater.draft_worker
@@ -33,6 +35,8 @@ def test_the_target_is_saved_without_a_draft_url(monkeypatch: pytest.MonkeyPatch
 
 
 def test_other_algorithms_save_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "get_spec", lambda: SimpleNamespace(speculative_algorithm="EAGLE"))
+    monkeypatch.setattr(
+        runtime_context, "get_spec", lambda: SimpleNamespace(speculative_algorithm="EAGLE")
+    )
     with pytest.raises(AssertionError, match="draft_url"):
         hooks.save_the_target_alone(SAVE, updater_of([]), {"url": "redis://store/model"})

@@ -25,7 +25,7 @@ PARTS = {
     ),
 }
 FILES = {
-    "config.py": {"wire"},
+    "config.py": {"core", "wire"},
     "trace.py": set(),
     "compat.py": set(),
     "keys.py": set(),

@@ -43,14 +43,16 @@ def test_rates_are_of_what_was_counted_in_between() -> None:
         "correct_drafts": 5,
         "on_time_rows": 9,
         "missing_rows": 1,
-        "served": {"jit": 2},
+        "hits": 7,
+        "misses": 2,
     }
     after = {
         "rows": 30,
         "correct_drafts": 45,
         "on_time_rows": 28,
         "missing_rows": 2,
-        "served": {"jit": 4, "hit": 17, "chain_hit": 1},
+        "hits": 25,
+        "misses": 4,
     }
     rates = measurement.counted_between(before, after)
     assert rates == pytest.approx({"accept_length": 3.0, "hit_rate": 0.9, "on_time_rate": 0.95})

@@ -24,18 +24,9 @@ def resolve_fan_out(
     One number stands for every position, num_steps + 1 numbers are taken as they are; the geometric
     policy then spreads the same number of branches by Theorem 12.
     """
-    wrong: list[str] = []
-    if len(fan_out) not in (1, num_steps + 1):
-        wrong.append(f"{len(fan_out)} numbers")
-    if any(count < 0 for count in fan_out):
-        wrong.append("a negative number")
-    if not any(fan_out):
-        wrong.append("no guess at all")
-    if wrong:
-        raise ValueError(
-            f"--ssd-fan-out {list(fan_out)}: {', '.join(wrong)}; allowed are one number or "
-            f"{num_steps + 1} numbers (--speculative-num-steps + 1), none negative, not all zero"
-        )
+    reasons = fan_out_reasons(fan_out, num_steps=num_steps)
+    if reasons:
+        raise ValueError("; ".join(reasons))
     counts = list(fan_out)
     if len(fan_out) == 1:
         counts = uniform_fan_out(num_steps=num_steps, fan_out=fan_out[0])
@@ -47,6 +38,22 @@ def resolve_fan_out(
         acceptance_rate=acceptance_rate,
         power_law_exponent=power_law_exponent,
     )
+
+
+def fan_out_reasons(fan_out: Sequence[int], *, num_steps: int) -> list[str]:
+    """Reasons against these counts for num_steps; empty if there are none."""
+    wrong = []
+    if len(fan_out) not in (1, num_steps + 1):
+        wrong.append(
+            f"{len(fan_out)} numbers; allowed is one, or {num_steps + 1} of them "
+            "(--speculative-num-steps + 1)"
+        )
+    if any(count < 0 for count in fan_out):
+        wrong.append("a negative number; none may be")
+    if fan_out and not any(fan_out):
+        wrong.append("all zero; one at least must be positive")
+    shown = ",".join(map(str, fan_out))
+    return [f"--ssd-fan-out {shown}: {one}" for one in wrong]
 
 
 def uniform_fan_out(*, num_steps: int, fan_out: int) -> list[int]:

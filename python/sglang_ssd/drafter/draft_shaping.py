@@ -16,6 +16,8 @@ from sglang_ssd.core.row_penalties import Runs, is_penalised, penalise_rows
 from sglang_ssd.drafter.request_table import Sequence
 from sglang_ssd.wire.messages import DraftRule
 
+_SEED_LIMIT = 1 << 63
+
 
 def is_shaped(rule: DraftRule) -> bool:
     return is_penalised(rule) or bool(rule.bias_tokens)
@@ -24,6 +26,9 @@ def is_shaped(rule: DraftRule) -> bool:
 def is_sound(rule: DraftRule, *, committed_len: int) -> bool:
     """Whether a rule can be followed. How long its lists may be is checked when it is decoded."""
     numbers = (
+        rule.temperature,
+        rule.top_p,
+        rule.min_p,
         rule.frequency_penalty,
         rule.presence_penalty,
         rule.repetition_penalty,
@@ -32,6 +37,7 @@ def is_sound(rule: DraftRule, *, committed_len: int) -> bool:
     ids = (*rule.stop_tokens, *rule.bias_tokens)
     return (
         all(map(math.isfinite, numbers))
+        and -_SEED_LIMIT <= rule.seed < _SEED_LIMIT
         and rule.repetition_penalty > 0.0
         and rule.prompt_len <= committed_len
         and len(rule.bias_tokens) == len(rule.bias_values)

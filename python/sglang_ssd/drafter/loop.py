@@ -21,7 +21,6 @@ idle drafter, which sleeps in the poll.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -46,7 +45,6 @@ from sglang_ssd.wire.messages import (
     NO_ROUND,
     DraftClose,
     DrafterStatus,
-    DraftRule,
     DraftSync,
     Hello,
     HelloRequest,
@@ -60,7 +58,6 @@ from sglang_ssd.wire.transport import DrafterTransport, FromTarget
 
 logger = logging.getLogger(__name__)
 
-_SEED_LIMIT = 1 << 63
 _MAX_PEERS = 256
 
 
@@ -195,8 +192,7 @@ class DraftLoop:
                 return
             self.table.close(older)
         known_ids = check_token_ids(ids, self._abilities.vocab_size)
-        rule_is_sound = is_sound(message.rule, committed_len=message.committed_len)
-        if not known_ids or not _can_follow(message.rule) or not rule_is_sound:
+        if not known_ids or not is_sound(message.rule, committed_len=message.committed_len):
             self.stats.protocol_errors += 1
             self._refuse_sync(peer, message, "foreign")
             return
@@ -400,8 +396,3 @@ class DraftLoop:
         if now >= self._next_expiry:
             self._next_expiry = now + self._config.lease_s / 4
             self.table.expire(before=now - self._config.lease_s)
-
-
-def _can_follow(rule: DraftRule) -> bool:
-    numbers = (rule.temperature, rule.top_p, rule.min_p)
-    return all(map(math.isfinite, numbers)) and -_SEED_LIMIT <= rule.seed < _SEED_LIMIT

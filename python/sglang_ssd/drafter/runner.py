@@ -28,6 +28,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.hf_transformers.tokenizer import get_tokenizer
 from sglang.srt.utils.network import get_free_port_below_ephemeral
 
+from sglang_ssd.config import CPU_PLATFORM
 from sglang_ssd.drafter.checkpoint import check_architecture
 from sglang_ssd.drafter.footprint import cpu_kv_slots
 from sglang_ssd.drafter.model_step import BranchRows, ExtendRow
@@ -220,7 +221,7 @@ def _resolved(
         mem_fraction_static=settings.mem_fraction,
         max_total_tokens=num_slots,
         max_running_requests=max_sequences,  # the most rows of one forward
-        attention_backend="ssd_cpu",
+        attention_backend=CPU_PLATFORM,
         page_size=1,
         disable_radix_cache=True,
         disable_cuda_graph=True,

@@ -20,12 +20,11 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor, nn
 
-from sglang_ssd.config import SsdConfig, load_config
+from sglang_ssd.config import ALGORITHM, CPU_PLATFORM, PLATFORM_ENV, SsdConfig, load_config
 from sglang_ssd.platform import affinity
 
 logger = logging.getLogger(__name__)
 
-PLATFORM_NAME = "ssd_cpu"
 PLATFORM_CLASS = f"{__name__}.SsdCpuPlatform"
 
 DEFAULT_MEM_FRACTION = 0.5
@@ -42,14 +41,14 @@ class SsdCpuPlatform(CpuDeviceMixin, SRTPlatform):
         asked_for = server_args._raw_input
         if asked_for["attention_backend"] is None:
             # SGLang has put intel_amx there, whose kernels are not in the default wheel.
-            server_args.attention_backend = PLATFORM_NAME
+            server_args.attention_backend = CPU_PLATFORM
         if asked_for["mem_fraction_static"] is None:
             server_args.mem_fraction_static = DEFAULT_MEM_FRACTION
         # A polling scheduler would take a core from the drafter, or from another server.
         server_args.sleep_on_idle = True
 
     def get_default_attention_backend(self) -> str:
-        return PLATFORM_NAME
+        return CPU_PLATFORM
 
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
         if kind != "mha":
@@ -62,13 +61,13 @@ class SsdCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return extend_cache_locs
 
     def get_dispatch_key_name(self) -> str:
-        return PLATFORM_NAME
+        return CPU_PLATFORM
 
     def post_load_model(self, model: nn.Module) -> None:
         from sglang_ssd.platform.cpu_layer_ops import register_cpu_layer_ops
         from sglang_ssd.platform.cpu_linear import use_cpu_linear_layers
 
-        register_cpu_layer_ops(PLATFORM_NAME)
+        register_cpu_layer_ops(CPU_PLATFORM)
         num_layers = use_cpu_linear_layers(model)
         logger.info("SSD: %d linear layers of this model use the kernel for few rows", num_layers)
 
@@ -81,8 +80,8 @@ def register_attention() -> None:
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    add_attention_backend_choices([PLATFORM_NAME])
-    register_attention_backend(PLATFORM_NAME)(_attention_backend)
+    add_attention_backend_choices([CPU_PLATFORM])
+    register_attention_backend(CPU_PLATFORM)(_attention_backend)
 
 
 def _attention_backend(model_runner: Any) -> Any:
@@ -92,7 +91,7 @@ def _attention_backend(model_runner: Any) -> Any:
 
 
 def is_selected() -> bool:
-    return os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
+    return os.environ.get(PLATFORM_ENV) == CPU_PLATFORM
 
 
 def register_hooks() -> None:
@@ -182,7 +181,7 @@ def _target_cores() -> tuple[int, ...]:
     from sglang.srt.runtime_context import get_spec
 
     config = load_config()
-    speculates = get_spec().speculative_algorithm == "SSD" and config.mode != "off"
+    speculates = get_spec().speculative_algorithm == ALGORITHM and config.mode != "off"
     split = affinity.split_cores(config, affinity.lent_cores(), drafter_beside=speculates)
     return _of_this_replica(split.target)
 

@@ -17,13 +17,12 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor, nn
 
+from sglang_ssd.config import CPU_PLATFORM
 from sglang_ssd.platform.attention_plan import AttentionPlan, PlanRow, causal_rows
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-BACKEND_NAME = "ssd_cpu"
 
 
 class CpuAttentionBackend(AttentionBackend):
@@ -38,7 +37,7 @@ class CpuAttentionBackend(AttentionBackend):
             reasons.append("MLA (latent attention)")
         if reasons:
             raise ValueError(
-                f"--attention-backend {BACKEND_NAME} serves plain MHA/GQA only; "
+                f"--attention-backend {CPU_PLATFORM} serves plain MHA/GQA only; "
                 f"{type(model_runner.model).__name__} needs: {', '.join(reasons)}"
             )
         self.req_to_token_pool = model_runner.req_to_token_pool

@@ -16,6 +16,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_ssd import compat
 from sglang_ssd.config import (
+    ALGORITHM,
     DEFAULT_NUM_STEPS,
     MAX_NUM_STEPS,
     SettingsError,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
 
-ALGORITHM = "SSD"
 
 HONOURED_FLAGS = frozenset(
     {
@@ -104,6 +104,13 @@ class SsdAlgorithm(CustomSpecAlgo):
         server_args.speculative_num_draft_tokens = num_steps + 1
 
 
+def is_ssd() -> bool:
+    """Whether this process is of a server that runs SSD; our hooks are in every other one too."""
+    from sglang.srt.runtime_context import get_spec
+
+    return bool(get_spec().speculative_algorithm == ALGORITHM)
+
+
 def register() -> None:
     """Make --speculative-algorithm SSD known to SGLang."""
     SpeculativeAlgorithm.register(
@@ -172,9 +179,8 @@ def keep_reserve_from_prompts(info: tuple[Any, ...], worker: Any) -> tuple[Any, 
 def _decode_reserve() -> int:
     """Slots; none without SSD. SGLang asks where other algorithms decode, too."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
-    from sglang.srt.runtime_context import get_spec
 
-    if get_spec().speculative_algorithm != ALGORITHM:
+    if not is_ssd():
         return 0
     return get_alloc_reserve_per_decode()
 

@@ -83,7 +83,6 @@ class DraftClient:
         self._declined: dict[str, PlainCause] = {}
         self._batch_too_large = False
         self._why_untold: PlainCause = "late"  # of rows that the last commit left out
-        self._unsynced: dict[str, DraftSequence] = {}  # of which a drafter that is there must hear
         self._num_commits = 0
         self._commit_times: dict[int, float] = {}  # of the last commits
         self._next_renewal = 0.0
@@ -142,8 +141,8 @@ class DraftClient:
         sequence = DraftSequence(rid=rid, rule=rule, tokens=array("i", tokens))
         self._sequences[rid] = sequence
         self._told_idle = False
-        if not self._can_talk() or not self._sync(sequence):
-            self._unsynced[rid] = sequence
+        if self._can_talk():
+            self._sync(sequence)
 
     def commit(
         self, *, rids: Sequence[str], new_tokens: Sequence[list[int]], num_verified: Sequence[int]
@@ -210,7 +209,6 @@ class DraftClient:
         """Forget a request on both sides; harmless if it is not mirrored."""
         self._declined.pop(rid, None)
         sequence = self._sequences.pop(rid, None)
-        self._unsynced.pop(rid, None)
         if sequence is not None and sequence.is_synced:
             self.link.send(DraftClose(rids=[rid], generations=[sequence.generation]))
 
@@ -218,7 +216,6 @@ class DraftClient:
         """The drafter must hold nothing of ours."""
         self._sequences.clear()
         self._declined.clear()
-        self._unsynced.clear()
         self.link.send(DraftClose(rids=[], generations=[], close_all=True))
 
     def note_idle(self) -> None:
@@ -268,8 +265,7 @@ class DraftClient:
             self._note_trouble()
             self.link.greet()
             return
-        if self._unsynced:
-            self._resync_slice()
+        self._resync_slice()
 
     def _note_trouble(self) -> None:
         self.stats.degraded = True
@@ -291,20 +287,17 @@ class DraftClient:
         self._lives = self.link.lives
         self._deadline.start_afresh()
         for sequence in self._sequences.values():
-            self._unsync(sequence)
-
-    def _unsync(self, sequence: DraftSequence) -> None:
-        sequence.is_synced = False
-        self._unsynced[sequence.rid] = sequence
+            sequence.is_synced = False
 
     def _resync_slice(self) -> None:
+        """Tell the drafter of what it does not know yet, as much as a round may."""
         room = self._resync_tokens
-        for rid in list(self._unsynced):
-            sequence = self._unsynced[rid]
+        for sequence in self._sequences.values():
+            if sequence.is_synced:
+                continue
             is_resync = sequence.was_told
             if room <= 0 or not self._sync(sequence):
                 return
-            del self._unsynced[rid]
             room -= len(sequence.tokens)
             sequence.has_caught_up = False
             self.stats.resyncs += is_resync
@@ -452,7 +445,7 @@ class DraftClient:
             return
         served = message.served[index]
         if served == "unknown":
-            self._unsync(sequence)
+            sequence.is_synced = False
             return
         if served in _HOPELESS:
             self.close(rid)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_device, get_observability, get_parallel, get_spec
+from sglang.srt.runtime_context import get_device, get_observability, get_parallel
 
 from sglang_ssd.config import SsdConfig, load_config
 from sglang_ssd.core.shared_noise import next_copy_seed
@@ -28,6 +28,7 @@ from sglang_ssd.drafter.process import (
 )
 from sglang_ssd.platform.cpu import drafter_cores
 from sglang_ssd.target import http_routes
+from sglang_ssd.target.algorithm import is_ssd
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.handshake import connect
 from sglang_ssd.target.metrics import MetricsExporter
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from sglang_ssd.trace import Tracer
 
 logger = logging.getLogger(__name__)
-
-ALGORITHM = "SSD"
 
 _drafter: DrafterSupervisor | None = None
 _client: DraftClient | None = None
@@ -98,7 +97,7 @@ def register_hooks() -> None:
 def start_before_target_loads(scheduler: Scheduler) -> None:
     """Rank 0 starts its drafter, so that both models load at the same time."""
     global _drafter, _metric_labels
-    if get_spec().speculative_algorithm != ALGORITHM or get_parallel().tp_rank != 0:
+    if not is_ssd() or get_parallel().tp_rank != 0:
         return
     if scheduler.metrics_collector is not None:
         _metric_labels = dict(scheduler.metrics_collector.labels)
@@ -193,7 +192,7 @@ def seed_parallel_samples(manager: Any, tokenized_obj: Any) -> None:
     before them has an object of its own.
     """
     shared = tokenized_obj.sampling_params
-    if get_spec().speculative_algorithm != ALGORITHM:
+    if not is_ssd():
         return
     if shared is None or shared.n <= 1 or shared.sampling_seed is None:
         return
@@ -207,14 +206,14 @@ def hold_back_half_characters(printable: str, text: str) -> str | None:
     SGLang holds back words too, so a longer text may have less to show than it had before, and the
     detokenizer sends that part twice; it happens when a round brings several tokens.
     """
-    if get_spec().speculative_algorithm != ALGORITHM:
+    if not is_ssd():
         return None
     return text.rstrip("\ufffd")
 
 
 def note_grammars_end(processor: Any, req: Any, tokens: int | list[int]) -> None:
     """Before a run is accepted by a request's grammar: whether that was at its end already."""
-    if get_spec().speculative_algorithm == ALGORITHM:
+    if is_ssd():
         req.ssd_grammar_had_ended = req.grammar.is_terminated()
 
 
@@ -228,7 +227,7 @@ def end_where_plain_decode_ends(
     takes the token, so that one at its end ends the request a token later; here the grammar has
     taken the run.
     """
-    if get_spec().speculative_algorithm != ALGORITHM:
+    if not is_ssd():
         return update(req, new_accepted_len)
     params, grammar = req.sampling_params, req.grammar
     if not getattr(req, "ssd_grammar_had_ended", False):
@@ -259,7 +258,7 @@ def _update_token_by_token(update: Callable[..., None], req: Any, new_accepted_l
 
 def save_the_target_alone(save: Callable[..., None], updater: Any, params: dict[str, Any]) -> None:
     """SGLang saves the model of a draft worker too; ours has none, the drafter has it."""
-    if get_spec().speculative_algorithm != ALGORITHM:
+    if not is_ssd():
         return save(updater, params)
     worker, updater.draft_worker = updater.draft_worker, None
     try:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_spec
 
-from sglang_ssd.target.algorithm import ALGORITHM
+from sglang_ssd.config import ALGORITHM
+from sglang_ssd.target.algorithm import is_ssd
 
 REFUSED_FIELDS = ("return_sampling_mask", "return_routed_experts", "return_indexer_topk")
 """Outputs that SGLang collects in its own sampler, or per decode step."""
@@ -27,7 +27,7 @@ def register_hooks() -> None:
 
 def refuse_unserved_parameters(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
     """Raises ValueError with every parameter of this request that is not served."""
-    if get_spec().speculative_algorithm != ALGORITHM:
+    if not is_ssd():
         return
     reasons = refusal_reasons(vars(obj), vocab_size=manager.model_config.vocab_size)
     if reasons:

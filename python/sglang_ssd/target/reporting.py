@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.metrics import MetricsExporter, Values, values_of
-from sglang_ssd.target.stats import ClientStats
+from sglang_ssd.target.stats import ClientStats, hit_rate
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def log_line(before: ClientStats, after: ClientStats, *, num_live: int) -> str:
     return (
         f"SSD rounds, #round: {rounds}, #row: {rows}, #hit: {hits}, #miss: {misses}, "
         f"#plain: {sum(plain.values())}{f' ({causes})' if causes else ''}, "
-        f"hit rate: {hits / max(1, hits + misses):.2f}, "
+        f"hit rate: {hit_rate(hits=hits, misses=misses):.2f}, "
         f"accept len: {1 + (after.correct_drafts - before.correct_drafts) / max(1, rows):.2f}, "
         f"round (ms): {mean_ms('round_seconds')}, verify (ms): {mean_ms('verify_seconds')}, "
         f"reply wait (ms): {mean_ms('reply_wait_seconds')}, #live-seq: {num_live}, "

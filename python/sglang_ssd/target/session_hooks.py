@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_spec
 
-from sglang_ssd.target.hooks import ALGORITHM
+from sglang_ssd.target.algorithm import is_ssd
 
 
 def register_hooks() -> None:
@@ -30,7 +29,7 @@ def register_hooks() -> None:
 
 def forget_behind_the_end(session: Any, *args: Any, **kwargs: Any) -> None:
     """The next turn continues what the client has seen of this one."""
-    if get_spec().speculative_algorithm != ALGORITHM:
+    if not is_ssd():
         return
     for node in session.req_nodes.values():
         if node.req.finished():
@@ -39,7 +38,7 @@ def forget_behind_the_end(session: Any, *args: Any, **kwargs: Any) -> None:
 
 def forget_kv_of_the_last_token(is_kept: bool, streaming_session: Any, req: Any) -> None:
     """The next turn computes the KV of this one's last token, which may be a bonus without any."""
-    if not is_kept or get_spec().speculative_algorithm != ALGORITHM or not req.output_ids:
+    if not is_kept or not is_ssd() or not req.output_ids:
         return
     kv = streaming_session.slots[req.session.session_id].kv
     before_last = len(req.origin_input_ids) + len(req.output_ids) - 1

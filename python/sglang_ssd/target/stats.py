@@ -124,6 +124,10 @@ def _add(counts: dict[str, int], key: str) -> None:
     counts[key] = counts.get(key, 0) + 1
 
 
+def hit_rate(*, hits: int, misses: int) -> float:
+    return hits / max(1, hits + misses)
+
+
 def summarize(stats: ClientStats) -> dict[str, object]:
     """The counters with the rates that people read, as plain JSON types."""
     return {
@@ -132,7 +136,7 @@ def summarize(stats: ClientStats) -> dict[str, object]:
         "missing_rows": stats.missing_rows,
         "prefill_rows": stats.prefill_rows,
         "plain_rows": stats.plain_rows,
-        "hit_rate": stats.hits / max(1, stats.hits + stats.misses),
+        "hit_rate": hit_rate(hits=stats.hits, misses=stats.misses),
         "on_time_rate": stats.on_time_rows / max(1, stats.on_time_rows + stats.missing_rows),
         "accept_length": 1 + stats.correct_drafts / max(1, stats.rows),
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -24,6 +24,8 @@ from sglang_ssd.wire.frames import (
 )
 from sglang_ssd.wire.messages import ToDrafter, ToTarget
 from sglang_ssd.wire.transport import FromDrafter, FromTarget, TransportStats
+
+T = TypeVar("T")
 
 Direction = Literal["to_drafter", "to_target"]
 
@@ -177,15 +179,8 @@ class FakeTargetEnd:
         self._wire.fetch("to_target", self._peer)
 
     def _fetch(self) -> list[FromDrafter]:
-        received: list[FromDrafter] = []
-        for parcel in self._wire.fetch("to_target", self._peer):
-            try:
-                received.append(FromDrafter(*decode_to_target(parcel.frames)))
-            except ProtocolError as error:
-                self.stats.malformed += 1
-                self.stats.refused[error.cause] = self.stats.refused.get(error.cause, 0) + 1
-        self.stats.received += len(received)
-        return received
+        parcels = self._wire.fetch("to_target", self._peer)
+        return _unpack(parcels, _from_drafter, self.stats)
 
 
 class FakeDrafterEnd:
@@ -201,18 +196,33 @@ class FakeDrafterEnd:
         return True
 
     def receive(self, timeout_s: float) -> list[FromTarget]:
-        received: list[FromTarget] = []
-        for parcel in self._wire.fetch("to_drafter", None):
-            try:
-                received.append(FromTarget(parcel.peer, *decode_to_drafter(parcel.frames)))
-            except ProtocolError as error:
-                self.stats.malformed += 1
-                self.stats.refused[error.cause] = self.stats.refused.get(error.cause, 0) + 1
-        self.stats.received += len(received)
-        return received
+        return _unpack(self._wire.fetch("to_drafter", None), _from_target, self.stats)
 
     def close(self) -> None:
         self._wire.fetch("to_drafter", None)
+
+
+def _from_drafter(parcel: _Parcel) -> FromDrafter:
+    return FromDrafter(*decode_to_target(parcel.frames))
+
+
+def _from_target(parcel: _Parcel) -> FromTarget:
+    return FromTarget(parcel.peer, *decode_to_drafter(parcel.frames))
+
+
+def _unpack(
+    parcels: list[_Parcel], decode: Callable[[_Parcel], T], stats: TransportStats
+) -> list[T]:
+    """What is well-formed; all is counted."""
+    received: list[T] = []
+    for parcel in parcels:
+        try:
+            received.append(decode(parcel))
+        except ProtocolError as error:
+            stats.malformed += 1
+            stats.refused[error.cause] = stats.refused.get(error.cause, 0) + 1
+    stats.received += len(received)
+    return received
 
 
 def _do_nothing() -> None:
