@@ -39,11 +39,12 @@ def register() -> None:
     cpu.register_attention()
     if compat.version_reasons():
         return
-    from sglang_ssd.target import hooks, refusals, session_hooks
+    from sglang_ssd.target import hooks, refusals, request_hooks, session_hooks
 
     algorithm.register_hooks()
     hooks.register_hooks()
     refusals.register_hooks()
+    request_hooks.register_hooks()
     session_hooks.register_hooks()
     if cpu.is_selected():
         cpu.register_hooks()

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt import runtime_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ssd.target import algorithm, hooks, session_hooks
+from sglang_ssd.target import algorithm, request_hooks, session_hooks
 
 
 @pytest.fixture(autouse=True)
@@ -22,19 +22,19 @@ def test_copies_of_a_seeded_request_keep_its_seed() -> None:
     """Red when --enable-deterministic-inference gives other tokens where we are installed."""
     request = SimpleNamespace(sampling_params=SamplingParams(n=3, sampling_seed=7))
     shared = request.sampling_params
-    hooks.seed_parallel_samples(None, request)
+    request_hooks.seed_parallel_samples(None, request)
     assert request.sampling_params is shared
     assert shared.sampling_seed == 7
 
 
 def test_what_is_streamed_stays() -> None:
-    assert hooks.hold_back_half_characters("a\ufffd", "a\ufffd") is None
+    assert request_hooks.hold_back_half_characters("a\ufffd", "a\ufffd") is None
 
 
 def test_stops_are_looked_for_as_before() -> None:
     seen: list[tuple[Any, int]] = []
     req = SimpleNamespace(sampling_params=SimpleNamespace(stop_strs=["a"], stop_regex_strs=[]))
-    hooks.end_where_plain_decode_ends(lambda *given: seen.append(given), req, 3)
+    request_hooks.end_where_plain_decode_ends(lambda *given: seen.append(given), req, 3)
     assert seen == [(req, 3)]
 
 

@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils import hf_transformers_utils
 
 from sglang_ssd.config import ALGORITHM
-from sglang_ssd.target import hooks
+from sglang_ssd.target import request_hooks
 
 TEXT = "I'm going to Paris.\nShe said no."
 STOPS: tuple[dict[str, Any], ...] = (
@@ -70,7 +70,7 @@ def test_runs_end_as_single_tokens_do(
     """Red when the order of the stops, not their place, says which one ends a run."""
 
     def by_runs(req: Any, num: int) -> None:
-        hooks.end_where_plain_decode_ends(update, req, num)
+        request_hooks.end_where_plain_decode_ends(update, req, num)
 
     update = getattr(Req.update_finish_state, "__wrapped__", Req.update_finish_state)
     model = str(target)
@@ -127,10 +127,10 @@ def test_a_grammar_ends_a_run_where_plain_decode_ends(
     while not by_runs.finished():
         start = len(by_runs.output_ids)
         run = tokens[start : start + run_len]
-        hooks.note_grammars_end(None, by_runs, run)
+        request_hooks.note_grammars_end(None, by_runs, run)
         retained = accept(None, by_runs, run)
         by_runs.output_ids.extend(retained)
-        hooks.end_where_plain_decode_ends(update, by_runs, len(retained))
+        request_hooks.end_where_plain_decode_ends(update, by_runs, len(retained))
     assert by_runs.output_ids == plain.output_ids == array("q", tokens[: num_tokens + 1])
     assert by_runs.finished_reason.to_json() == plain.finished_reason.to_json()
 
@@ -145,5 +145,5 @@ def test_thinking_is_counted_as_far_as_it_is_told(run_len: int, speculating: Non
     while not req.finished():
         req.output_ids.extend([3] * run_len)
         req.reasoning_tokens += run_len
-        hooks.end_where_plain_decode_ends(update, req, run_len)
+        request_hooks.end_where_plain_decode_ends(update, req, run_len)
     assert req.reasoning_tokens == len(req.output_ids_through_stop) == 7

@@ -10,7 +10,7 @@ from sglang.srt import runtime_context
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from sglang_ssd.config import ALGORITHM
-from sglang_ssd.target import hooks
+from sglang_ssd.target import request_hooks
 
 SAVE = SchedulerWeightUpdaterManager.save_remote_model
 SAVE = getattr(SAVE, "__wrapped__", SAVE)
@@ -29,7 +29,7 @@ def test_the_target_is_saved_without_a_draft_url(monkeypatch: pytest.MonkeyPatch
     saved: list[str] = []
     updater = updater_of(saved)
     worker = updater.draft_worker
-    hooks.save_the_target_alone(SAVE, updater, {"url": "redis://store/model"})
+    request_hooks.save_the_target_alone(SAVE, updater, {"url": "redis://store/model"})
     assert saved == ["redis://store/model"]
     assert updater.draft_worker is worker
 
@@ -39,4 +39,4 @@ def test_other_algorithms_save_both(monkeypatch: pytest.MonkeyPatch) -> None:
         runtime_context, "get_spec", lambda: SimpleNamespace(speculative_algorithm="EAGLE")
     )
     with pytest.raises(AssertionError, match="draft_url"):
-        hooks.save_the_target_alone(SAVE, updater_of([]), {"url": "redis://store/model"})
+        request_hooks.save_the_target_alone(SAVE, updater_of([]), {"url": "redis://store/model"})

@@ -10,7 +10,7 @@ import pytest
 from sglang_ssd.wire.frames import (
     MAX_FRAME_BYTES,
     ProtocolError,
-    check_token_ids,
+    are_in_vocabulary,
     decode_to_drafter,
     decode_to_target,
     encode,
@@ -233,10 +233,10 @@ def test_no_random_damage_escapes_as_another_error():
 
 
 def test_token_ids_are_checked_against_a_vocabulary():
-    assert check_token_ids([], 10)
-    assert check_token_ids([0, 9], 10)
-    assert not check_token_ids([0, 10], 10)
-    assert not check_token_ids([-1, 3], 10)
+    assert are_in_vocabulary([], 10)
+    assert are_in_vocabulary([0, 9], 10)
+    assert not are_in_vocabulary([0, 10], 10)
+    assert not are_in_vocabulary([-1, 3], 10)
 
 
 @pytest.mark.parametrize("field", ["stop_tokens", "bias_tokens", "bias_values"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sglang_ssd.drafter.request_table import Limits, RequestTable, Sequence
+from sglang_ssd.drafter.request_table import DraftedSequence, Limits, RequestTable
 from sglang_ssd.wire.messages import DraftRule
 
 LIMITS = Limits(num_steps=2, fan_out=[2, 1, 1], context_len=40, vocab_size=50)
@@ -15,15 +15,15 @@ def table(total_slots: int = 100, max_sequences: int = 3) -> RequestTable:
     return RequestTable(total_slots=total_slots, max_sequences=max_sequences, context_len=40)
 
 
-def opened(where: RequestTable, rid: str, length: int, generation: int = 1) -> Sequence:
-    seq = Sequence(
+def opened(where: RequestTable, rid: str, length: int, generation: int = 1) -> DraftedSequence:
+    seq = DraftedSequence(
         peer=b"p", rid=rid, generation=generation, rule=DraftRule(), limits=LIMITS, now=0.0
     )
     where.open(seq, list(range(length)))
     return seq
 
 
-def feed(where: RequestTable, seq: Sequence) -> None:
+def feed(where: RequestTable, seq: DraftedSequence) -> None:
     count = seq.num_unfed
     slots = where.slots_for(count)
     seq.line_slots[:count] = slots
@@ -107,7 +107,7 @@ def test_a_row_that_was_reused_does_not_hold_the_older_opening() -> None:
 def test_a_rewind_takes_back_what_was_counted_as_output() -> None:
     """Red when penalties go on counting ids that never were."""
     where = table()
-    seq = Sequence(
+    seq = DraftedSequence(
         peer=b"p", rid="a", generation=1, rule=DraftRule(prompt_len=2), limits=LIMITS, now=0.0
     )
     where.open(seq, [7, 8])

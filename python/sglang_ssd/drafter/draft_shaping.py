@@ -8,12 +8,12 @@ the branch up to the token it fed. Temperature and filters are part of the ranki
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Rows
+from collections.abc import Sequence
 
 import torch
 
 from sglang_ssd.core.row_penalties import Runs, is_penalised, penalise_rows
-from sglang_ssd.drafter.request_table import Sequence
+from sglang_ssd.drafter.request_table import DraftedSequence
 from sglang_ssd.wire.messages import DraftRule
 
 _SEED_LIMIT = 1 << 63
@@ -48,9 +48,9 @@ def is_sound(rule: DraftRule, *, committed_len: int) -> bool:
 
 def shape_logits(
     logits: torch.Tensor,  # [R, V]
-    seqs: Rows[Sequence],
-    runs: Rows[Runs | None],  # per sequence those of its rows; None: its rows are left alone
-    num_rows: Rows[int],  # per sequence; R in all
+    seqs: Sequence[DraftedSequence],
+    runs: Sequence[Runs | None],  # per sequence those of its rows; None: its rows are left alone
+    num_rows: Sequence[int],  # per sequence; R in all
 ) -> torch.Tensor:  # [R, V], the input itself if there is nothing to do
     if all(one is None for one in runs):
         return logits
@@ -65,7 +65,7 @@ def shape_logits(
 
 def _shape_rows(
     rows: torch.Tensor,  # [R, V] float32, changed in place
-    seq: Sequence,
+    seq: DraftedSequence,
     runs: Runs,  # R
 ) -> None:
     rule, vocab_size = seq.rule, rows.shape[1]

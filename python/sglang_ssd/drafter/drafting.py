@@ -7,8 +7,7 @@ bonus.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -19,7 +18,7 @@ from sglang_ssd.core.shared_noise import rank_candidates
 from sglang_ssd.drafter.branch_attention import branch_rows
 from sglang_ssd.drafter.draft_shaping import is_shaped, shape_logits
 from sglang_ssd.drafter.model_step import ExtendRow, ModelStep
-from sglang_ssd.drafter.request_table import RequestTable, Sequence
+from sglang_ssd.drafter.request_table import DraftedSequence, RequestTable
 from sglang_ssd.trace import Tracer
 from sglang_ssd.wire.messages import DraftRule
 
@@ -51,7 +50,9 @@ class Drafting:
         self._tracer = tracer
         self.stats = DraftingStats()
 
-    def feed_lines(self, seqs: Rows[Sequence], counts: Rows[int], *, name: str) -> float:
+    def feed_lines(
+        self, seqs: Sequence[DraftedSequence], counts: Sequence[int], *, name: str
+    ) -> float:
         """Feed the next counts[i] unfed tokens of each line; grow it while drafts are wanted.
 
         Returns the seconds that the forward took.
@@ -84,7 +85,7 @@ class Drafting:
                 self._table.give_back(slots)
         return seconds
 
-    def step_branches(self, seqs: Rows[Sequence]) -> float:
+    def step_branches(self, seqs: Sequence[DraftedSequence]) -> float:
         """The next pass of each sequence's tree, whichever that is; returns its seconds."""
         passes = [seq.cache.next_pass() for seq in seqs]
         runs = [seq.cache.pass_runs() if is_shaped(seq.rule) else None for seq in seqs]
@@ -121,7 +122,12 @@ class Drafting:
         return seconds
 
     def _rank(
-        self, logits: torch.Tensor, *, seqs: Rows[Sequence], positions: list[int], width: int
+        self,
+        logits: torch.Tensor,
+        *,
+        seqs: Sequence[DraftedSequence],
+        positions: list[int],
+        width: int,
     ) -> IntArray:  # [R, width]
         if not seqs:
             return np.zeros((0, 0), dtype=np.int64)
@@ -136,13 +142,13 @@ class Drafting:
         return ended - started
 
 
-def grow_chain(seq: Sequence) -> None:
+def grow_chain(seq: DraftedSequence) -> None:
     """One more draft if the reply that is owed wants it and the line is fed."""
     if seq.num_unfed == 0 and len(seq.cache.drafts) < seq.answer.num_drafts:
         seq.cache.grow_chain()
 
 
-def _extend_row(seq: Sequence, new_slots: IntArray) -> ExtendRow:
+def _extend_row(seq: DraftedSequence, new_slots: IntArray) -> ExtendRow:
     start, end = seq.cache.trunk_len, seq.cache.trunk_len + len(new_slots)
     seq.line_slots[start:end] = new_slots
     return ExtendRow(

@@ -37,9 +37,9 @@ from sglang_ssd.drafter.handshake import Abilities, answer_hello, fan_out_for
 from sglang_ssd.drafter.model_step import ModelStep
 from sglang_ssd.drafter.outbox import Outbox, ReplyRow
 from sglang_ssd.drafter.pace import Pace
-from sglang_ssd.drafter.request_table import Limits, RequestTable, Sequence
+from sglang_ssd.drafter.request_table import DraftedSequence, Limits, RequestTable
 from sglang_ssd.trace import Tracer
-from sglang_ssd.wire.frames import ProtocolError, check_token_ids
+from sglang_ssd.wire.frames import ProtocolError, are_in_vocabulary
 from sglang_ssd.wire.messages import (
     MAX_RANK,
     NO_ROUND,
@@ -53,7 +53,7 @@ from sglang_ssd.wire.messages import (
     VerifyCommit,
     Welcome,
 )
-from sglang_ssd.wire.refusals import NoticeLog
+from sglang_ssd.wire.notices import NoticeLog
 from sglang_ssd.wire.transport import DrafterTransport, FromTarget
 
 logger = logging.getLogger(__name__)
@@ -191,12 +191,12 @@ class DraftLoop:
             if older.generation >= message.generation:
                 return
             self.table.close(older)
-        known_ids = check_token_ids(ids, self._abilities.vocab_size)
+        known_ids = are_in_vocabulary(ids, self._abilities.vocab_size)
         if not known_ids or not is_sound(message.rule, committed_len=message.committed_len):
             self.stats.protocol_errors += 1
             self._refuse_sync(peer, message, "foreign")
             return
-        sequence = Sequence(
+        sequence = DraftedSequence(
             peer=peer,
             rid=message.rid,
             generation=message.generation,
@@ -248,8 +248,8 @@ class DraftLoop:
         if seq.refused is not None:
             self._refuse_row(peer, commit, index, seq.refused)
 
-    def _unseen_tokens(self, seq: Sequence, base: int, ids: list[int]) -> list[int]:
-        if not check_token_ids(ids, self._abilities.vocab_size):
+    def _unseen_tokens(self, seq: DraftedSequence, base: int, ids: list[int]) -> list[int]:
+        if not are_in_vocabulary(ids, self._abilities.vocab_size):
             raise ProtocolError(
                 rid=seq.rid,
                 base_committed_len=base,
@@ -268,7 +268,7 @@ class DraftLoop:
                 rid=seq.rid, base_committed_len=base, expected="ids that continue ours", got=error
             ) from error
 
-    def _take(self, seq: Sequence, round_id: int, new_tokens: list[int]) -> None:
+    def _take(self, seq: DraftedSequence, round_id: int, new_tokens: list[int]) -> None:
         """The outcome of a round: what is drafted, and what the row will be answered with."""
         taken = self.table.take(seq, new_tokens)
         if taken is None:
@@ -349,15 +349,15 @@ class DraftLoop:
             return partial(self._build, building)
         return partial(self._prefill_slice, prompts) if prompts else None
 
-    def _slice_is_due(self, seq: Sequence, *, is_owed: bool) -> bool:
+    def _slice_is_due(self, seq: DraftedSequence, *, is_owed: bool) -> bool:
         return self._forwards_since_slice >= (seq.limits.num_steps + 1 if is_owed else 1)
 
-    def _feed(self, seqs: list[Sequence], name: str) -> None:
+    def _feed(self, seqs: list[DraftedSequence], name: str) -> None:
         self._drafting.stats.jit_steps += name == "decode"
         seconds = self._drafting.feed_lines(seqs, [seq.num_unfed for seq in seqs], name=name)
         self._note_forward(seconds)
 
-    def _build(self, seqs: list[Sequence]) -> None:
+    def _build(self, seqs: list[DraftedSequence]) -> None:
         for seq in seqs:
             if not seq.cache.has_tree:
                 seq.cache.start_branches(seq.limits.fan_out)
@@ -367,7 +367,7 @@ class DraftLoop:
         self._forwards_since_slice += 1
         self._pace.note_forward(seconds)
 
-    def _prefill_slice(self, prompts: list[Sequence]) -> None:
+    def _prefill_slice(self, prompts: list[DraftedSequence]) -> None:
         """The first prompts' next tokens, fewer of them while others are served."""
         self._forwards_since_slice = 0
         room = self._config.prefill_slice_tokens

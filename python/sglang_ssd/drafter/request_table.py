@@ -57,7 +57,7 @@ class Limits:
         return committed_len + self.num_steps + self.branch_slots
 
 
-class Sequence:
+class DraftedSequence:
     """One request of one target. `answer` and `round_id` are set while a reply is owed."""
 
     __slots__ = (
@@ -140,14 +140,14 @@ class RequestTable:
         self.total_slots = total_slots
         self.max_sequences = max_sequences
         self._context_len = context_len
-        self._sequences: dict[tuple[bytes, str], Sequence] = {}
+        self._sequences: dict[tuple[bytes, str], DraftedSequence] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
         self._row_generations = [0] * max_sequences
         self._free = np.arange(total_slots, 0, -1, dtype=np.int64)  # stack, top at _num_free - 1
         self._num_free = total_slots
         self._reserved = 0
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[DraftedSequence]:
         """Sequences that hold a row, oldest first."""
         return (seq for seq in self._sequences.values() if seq.refused is None)
 
@@ -159,14 +159,14 @@ class RequestTable:
     def num_free_slots(self) -> int:
         return self._num_free
 
-    def find(self, peer: bytes, rid: str) -> Sequence | None:
+    def find(self, peer: bytes, rid: str) -> DraftedSequence | None:
         return self._sequences.get((peer, rid))
 
-    def holds(self, seq: Sequence) -> bool:
+    def holds(self, seq: DraftedSequence) -> bool:
         """Whether results for this opening still have a place."""
         return seq.row >= 0 and self._row_generations[seq.row] == seq.row_generation
 
-    def open(self, seq: Sequence, tokens: list[int]) -> bool:
+    def open(self, seq: DraftedSequence, tokens: list[int]) -> bool:
         """Take the sequence in, or mark it refused. Its key must be free.
 
         False if there is no room even for its name: refused names are bounded too.
@@ -187,7 +187,7 @@ class RequestTable:
         self._reserve(seq, len(tokens))
         return True
 
-    def take(self, seq: Sequence, new_tokens: list[int]) -> Taken | None:
+    def take(self, seq: DraftedSequence, new_tokens: list[int]) -> Taken | None:
         """Apply an outcome and re-link slots; None if the sequence is too large now and refused."""
         assert self.holds(seq), "only live sequences take outcomes"
         taken = seq.cache.take(new_tokens)
@@ -201,13 +201,13 @@ class RequestTable:
         self._reserve(seq, seq.cache.committed_len)
         return taken
 
-    def rewind(self, seq: Sequence, committed_len: int) -> None:
+    def rewind(self, seq: DraftedSequence, committed_len: int) -> None:
         """Forget what was committed after committed_len, also what of it was counted as output."""
         self.give_back(seq.cache.rewind(committed_len))
         seq.output = OutputHistory()
         self._reserve(seq, committed_len)
 
-    def add_pass(self, seq: Sequence, slots: IntArray, candidates: IntArray) -> None:
+    def add_pass(self, seq: DraftedSequence, slots: IntArray, candidates: IntArray) -> None:
         """A pass of the tree: slots [R], candidates [R, C]; the fed draft's slot joins the line."""
         start = seq.cache.trunk_len
         seq.cache.add_pass(slots, candidates)
@@ -219,7 +219,7 @@ class RequestTable:
         self._num_free -= count
         return self._free[self._num_free : self._num_free + count][::-1].copy()
 
-    def close(self, seq: Sequence) -> None:
+    def close(self, seq: DraftedSequence) -> None:
         """Forget the sequence and free what it holds."""
         del self._sequences[seq.key]
         self._vacate(seq)
@@ -257,7 +257,7 @@ class RequestTable:
         assert self._reserved == sum(seq.reserved for seq in self), "reservations do not add up"
         assert self.num_live == sum(1 for _ in self), "rows leak"
 
-    def _why_not(self, seq: Sequence, committed_len: int) -> Refused | None:
+    def _why_not(self, seq: DraftedSequence, committed_len: int) -> Refused | None:
         if committed_len > seq.limits.max_committed_len:
             return "context"
         others = self._reserved - seq.reserved
@@ -265,16 +265,16 @@ class RequestTable:
             return "full"
         return None
 
-    def _reserve(self, seq: Sequence, committed_len: int) -> None:
+    def _reserve(self, seq: DraftedSequence, committed_len: int) -> None:
         need = seq.limits.most_slots(committed_len)
         self._reserved += need - seq.reserved
         seq.reserved = need
 
-    def _refuse(self, seq: Sequence, why: Refused) -> None:
+    def _refuse(self, seq: DraftedSequence, why: Refused) -> None:
         seq.refused = why
         self._vacate(seq)
 
-    def _vacate(self, seq: Sequence) -> None:
+    def _vacate(self, seq: DraftedSequence) -> None:
         if seq.row < 0:
             return
         self.give_back(seq.cache.release())

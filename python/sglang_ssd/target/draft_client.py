@@ -23,7 +23,7 @@ from sglang_ssd.target.drafter_link import Drafter, DrafterLink
 from sglang_ssd.target.reply_deadline import ReplyDeadline
 from sglang_ssd.target.stats import DRAFTED_SERVED, ClientStats, PlainCause
 from sglang_ssd.trace import Tracer
-from sglang_ssd.wire.frames import check_token_ids
+from sglang_ssd.wire.frames import are_in_vocabulary
 from sglang_ssd.wire.messages import (
     DraftClose,
     DrafterStatus,
@@ -36,7 +36,7 @@ from sglang_ssd.wire.messages import (
     ToTarget,
     VerifyCommit,
 )
-from sglang_ssd.wire.refusals import NoticeLog
+from sglang_ssd.wire.notices import NoticeLog
 from sglang_ssd.wire.transport import Transport, TransportStats
 
 logger = logging.getLogger(__name__)
@@ -460,7 +460,7 @@ class DraftClient:
         if sequence.is_answered and sequence.served != "prefill":
             self.stats.stale_replies += 1
             return
-        if len(drafts) > self._num_steps or not check_token_ids(drafts, self._vocab_size):
+        if len(drafts) > self._num_steps or not are_in_vocabulary(drafts, self._vocab_size):
             self.stats.bad_replies += 1
             drafts = []
         sequence.acked_len = base

@@ -28,7 +28,7 @@ from sglang_ssd.wire.messages import (
     VerifyCommit,
     Welcome,
 )
-from sglang_ssd.wire.refusals import NoticeLog
+from sglang_ssd.wire.notices import NoticeLog
 from sglang_ssd.wire.token_map import TOKENS_PER_BLOCK, token_block
 from sglang_ssd.wire.transport import FromDrafter, Transport
 

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 
-Drafts = Sequence[Sequence[int]]
-"""Per request the drafts under verification."""
-
 
 class RowTransforms:
     """The histories of a worker's requests, and what follows from them."""
@@ -84,7 +81,7 @@ class RowTransforms:
         self,
         rows: torch.Tensor,  # [B, W, V] float, changed in place
         reqs: Sequence[Req],
-        drafts: Drafts,
+        drafts: Sequence[Sequence[int]],
     ) -> None:
         for req, req_rows, req_drafts in zip(reqs, rows, drafts, strict=True):
             params = req.sampling_params
@@ -103,7 +100,7 @@ class RowTransforms:
         rows: torch.Tensor,  # [B, W, V] float, changed in place
         info: SamplingBatchInfo,
         reqs: Sequence[Req],
-        drafts: Drafts,
+        drafts: Sequence[Sequence[int]],
     ) -> None:
         """Each processor once, over all rows that are its own."""
         for entry in (info.custom_logit_processor or {}).values():
@@ -118,7 +115,7 @@ class RowTransforms:
         entry: ProcessorEntry,
         info: SamplingBatchInfo,
         reqs: Sequence[Req],
-        drafts: Drafts,
+        drafts: Sequence[Sequence[int]],
     ) -> None:
         """A function of the row: it sees the request as it will be when the row's turn comes."""
         places: list[tuple[int, int]] = []

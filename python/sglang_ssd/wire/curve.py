@@ -18,7 +18,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from sglang_ssd.wire.refusals import NoticeLog
+from sglang_ssd.wire.notices import NoticeLog
 
 _FAILURES = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "the handshake broke off",

@@ -5,7 +5,7 @@
 
 What `decode_to_drafter` and `decode_to_target` return is well-formed: types and ranges are those of
 messages.py, lists of a message are equally long, counts add up to the ids. Whether ids exist in
-a vocabulary is asked of `check_token_ids`; whether they belong to a live sequence its owner knows.
+a vocabulary `are_in_vocabulary` tells; whether they belong to a live sequence its owner knows.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def decode_to_target(frames: Sequence[bytes]) -> tuple[ToTarget, list[int]]:
     return _decode(frames, _to_target)
 
 
-def check_token_ids(ids: Ids, vocab_size: int) -> bool:
+def are_in_vocabulary(ids: Ids, vocab_size: int) -> bool:
     """Whether every id is one of a vocabulary of vocab_size."""
     return len(ids) == 0 or (min(ids) >= 0 and max(ids) < vocab_size)
 

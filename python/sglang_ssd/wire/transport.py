@@ -31,7 +31,7 @@ from sglang_ssd.wire.frames import (
     encode,
 )
 from sglang_ssd.wire.messages import ToDrafter, ToTarget
-from sglang_ssd.wire.refusals import NoticeLog
+from sglang_ssd.wire.notices import NoticeLog
 
 logger = logging.getLogger(__name__)
 
