@@ -120,7 +120,7 @@ class SglangModelStep:
         return self._logits(batch)
 
     @torch.inference_mode()
-    def branch_step(self, rows: Sequence[BranchRows]) -> torch.Tensor:  # [sum N, V] float32
+    def branch_step(self, rows: Sequence[BranchRows]) -> torch.Tensor:  # [sum R, V] float32
         plan, q_start = [], 0
         for row in rows:
             q_end = q_start + len(row.token_ids)

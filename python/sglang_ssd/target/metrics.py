@@ -76,8 +76,8 @@ METRICS = (
     Metric("dropped_replies", "counter", "Replies not used, by cause.", "cause"),
     Metric("resyncs", "counter", "Requests that the drafter had lost and was told again."),
     Metric("drafter_restarts", "counter", "Times that another drafter took over."),
-    Metric("degraded", "gauge", "1 while the drafter is late or gone, else 0."),
-    Metric("live_sequences", "gauge", "Requests that the drafter mirrors, as the target knows."),
+    Metric("degraded", "gauge", "1 while the drafter is silent or not ready, else 0."),
+    Metric("live_sequences", "gauge", "Requests that the target mirrors."),
     Metric("drafter_live_sequences", "gauge", "Sequences that the drafter holds."),
     Metric("drafter_kv_usage", "gauge", "Share of the drafter's KV slots that is taken."),
     Metric(

@@ -30,6 +30,7 @@ class SSDDraftInput(SpecInput):
     """What one round hands the next: the pending bonus token per row; drafts come by wire."""
 
     def __init__(self, *, bonus_tokens: torch.Tensor) -> None:
+        # A plugin cannot add a type; what SGLang asks of this one is is_draft_input() alone.
         super().__init__(SpecInputType.EAGLE_DRAFT)
         self.bonus_tokens = bonus_tokens  # [B] int64
         self.future_indices: torch.Tensor | None = None  # [B] rows of the FutureMap (overlap)
@@ -66,6 +67,7 @@ class SSDVerifyInput(SpecInput):
         positions: torch.Tensor,  # [B * W] int64
         capture_hidden_mode: CaptureHiddenMode,
     ) -> None:
+        # As above for is_verify_input(); FlashInfer reads fields of EAGLE's own off EAGLE_VERIFY.
         super().__init__(SpecInputType.NGRAM_VERIFY)
         self.verify_tokens = verify_tokens
         self.positions = positions
