@@ -29,7 +29,7 @@ SMALL = {
     "initializer_range": 0.3,
 }
 QWEN = "qwen2.5-coder-0.5b"
-LARGE_LIMIT_S = 1800
+LARGE_LIMIT_S = 3600
 CLASSES: dict[str, Callable[..., Any]] = {
     "LlamaForCausalLM": transformers.LlamaConfig,
     "Qwen2ForCausalLM": transformers.Qwen2Config,
