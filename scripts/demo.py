@@ -134,9 +134,8 @@ def try_one_request(url: str) -> str:
 
 
 def ready_message(url: str, model: str) -> str:
-    chat = json.dumps(
-        {"model": model, "messages": [{"role": "user", "content": "Name three colours."}]}
-    )
+    question = [{"role": "user", "content": "Name three colours."}]
+    chat = json.dumps({"model": model, "messages": question, "max_tokens": 64})  # it rambles
     return f"""
 SSD is serving {model} on {url} (Ctrl-C stops it; log: {LOG}).
 Try it from another terminal:
