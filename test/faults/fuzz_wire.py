@@ -6,8 +6,9 @@ Messages are damaged by their structure (fields, columns, counts, tags, versions
 width) and, the smaller part, by their bytes, so that many pass the header and meet what is behind.
 They arrive at a DraftLoop and a DraftClient that serve requests meanwhile, under the name of the
 honest target as well as of a vandal. Prints a table and, as the last line, one JSON object; fails
-if a text is wrong, an end crashes or counts other refusals than the decoder alone makes, or memory
-grows by more than 20 MB after the first quarter of the frames.
+if a text is wrong, an end crashes or counts other refusals than the decoder alone makes, fewer than
+30% of the frames at an end pass the header (whole and of this version), a branch of the decoder is
+never taken, or memory grows by more than 20 MB after the first quarter of the frames.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ PER_TURN = 40
 """Frames between two rounds of the requests that are served meanwhile."""
 TRACED = 4000
 """Frames under the branch trace, which is slow."""
+LEAST_HEADER_SHARE = 0.3
+AT_THE_HEADER = frozenset({"header", "oversize", "schema_version"})
+"""Causes of a refusal for which nothing behind the header was looked at."""
 MAX_GROWTH_MB = 20.0
 """As in soak.py."""
 
@@ -283,7 +287,7 @@ def classify(direction: Direction, frames: list[bytes], tally: Tally) -> None:
         decode(frames)
     except ProtocolError as error:
         tally.refused[error.cause] = tally.refused.get(error.cause, 0) + 1
-        tally.passed_header += error.cause != "header"
+        tally.passed_header += error.cause not in AT_THE_HEADER
     else:
         tally.accepted += 1
         tally.passed_header += 1
@@ -301,9 +305,18 @@ class Run(msgspec.Struct):
     resident_growth_mb: float
 
     def failures(self) -> list[str]:
-        if self.resident_growth_mb <= MAX_GROWTH_MB:
-            return []
-        return [f"memory grew by {self.resident_growth_mb:.1f} MB, allowed are {MAX_GROWTH_MB:g}"]
+        found = [
+            f"only {tally.header_share:.0%} of the frames {name} passed the header"
+            for name, tally in self.tallies.items()
+            if tally.header_share < LEAST_HEADER_SHARE
+        ]
+        found += [f"branch never taken: {way}" for way in self.missed]
+        if not self.texts_right:
+            found.append("no text was finished meanwhile")
+        growth = self.resident_growth_mb
+        if growth > MAX_GROWTH_MB:
+            found.append(f"memory grew by {growth:.1f} MB, allowed are {MAX_GROWTH_MB:g}")
+        return found
 
 
 def fuzz(num_frames: int, seed: int) -> Run:
@@ -395,8 +408,6 @@ def main() -> None:
             for name, one in run.tallies.items()
         ],
     )
-    for way in run.missed:
-        print(f"branch never taken: {way}")
     failures = run.failures()
     for failure in failures:
         print(f"FAILED: {failure}")
