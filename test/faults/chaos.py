@@ -66,7 +66,7 @@ WEIGHTS = {
     "generations": 30,
     "cut": 20,
 }
-"""How often each kind is drawn; kills come first, so that a schedule has its share of them."""
+"""How often each kind is drawn; the share of kills, and one of each kind, is not left to chance."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -84,14 +84,16 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def schedule(num_faults: int, seed: int) -> list[Fault]:
-    """A sixth at least are kills."""
+    """First a kill and as many other kinds as there is room for, each once; a fifth are kills."""
     rng = random.Random(seed)
-    num_kills = max(1, num_faults * WEIGHTS["kill"] // sum(WEIGHTS.values()))
     others = [kind for kind in WEIGHTS if kind != "kill"]
-    kinds = rng.choices(others, [WEIGHTS[kind] for kind in others], k=num_faults - num_kills)
-    kinds += ["kill"] * num_kills
-    rng.shuffle(kinds)
-    return [Fault(kind, rng.uniform(0.3, 1.2)) for kind in kinds]
+    first = ["kill", *rng.sample(others, min(num_faults - 1, len(others)))]
+    kills = ["kill"] * (num_faults * WEIGHTS["kill"] // sum(WEIGHTS.values()) - 1)
+    num_drawn = num_faults - len(first) - len(kills)
+    rest = kills + rng.choices(others, [WEIGHTS[kind] for kind in others], k=num_drawn)
+    rng.shuffle(first)
+    rng.shuffle(rest)
+    return [Fault(kind, rng.uniform(0.3, 1.2)) for kind in first + rest]
 
 
 class Drafter:
@@ -182,7 +184,7 @@ class Load:
         gaps = [(n, self._gap(server, n, answer)) for n, answer in self.different]
         wrong = [f"case {n} differs by {gap:g}" for n, gap in gaps if gap > MAX_ROUNDING_GAP]
         rounded = {n for n, gap in gaps if gap <= MAX_ROUNDING_GAP}
-        if len(rounded) > max(1, len(self._cases) // PROMPTS_PER_ROUNDING):
+        if len(rounded) > len(self._cases) // PROMPTS_PER_ROUNDING:
             wrong.append(f"too many cases differ to be rounding: {sorted(rounded)}")
         return wrong
 

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
-from faults.chaos import WEIGHTS, Chaos, Drafter, Fault, ask_status
+from faults.chaos import WEIGHTS, Chaos, Drafter, Fault, ask_status, schedule
 from faults.proxy import FaultyProxy
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.reply_deadline import ReplyDeadline
@@ -111,3 +112,15 @@ def test_hits_come_back_after_every_kind_of_fault(tmp_path: Path) -> None:
         proxy.stop()
         drafter.supervisor.stop()
     assert not any(psutil.pid_exists(pid) for pid in drafter.pids)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_schedule_has_every_kind_and_its_kills(seed: int) -> None:
+    """Red when a seed leaves a kind of fault out, or a long run has fewer kills than it claims."""
+    kinds = [fault.kind for fault in schedule(200, seed)]
+    assert len(kinds) == 200
+    assert kinds.count("kill") >= 30
+    first = [fault.kind for fault in schedule(len(WEIGHTS), seed)]
+    assert sorted(first) == sorted(WEIGHTS)
+    assert kinds[: len(WEIGHTS)] != list(WEIGHTS), "always in the same order"
+    assert [len(schedule(num, seed)) for num in (1, 2, 8, 16)] == [1, 2, 8, 16]
