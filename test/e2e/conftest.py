@@ -32,6 +32,7 @@ EVERY_CHANGE = frozenset(
         "test_clients.py",
         "test_compat.py",
         "test_greedy_identity.py",
+        "test_soak.py",
         "test_stops_of_a_run.py",
     }
 )

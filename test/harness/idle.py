@@ -37,9 +37,10 @@ def assert_drained(server: Server) -> None:
     while not _is_drained(server) and time.monotonic() < deadline:
         time.sleep(0.2)
     status = drafter_status(server)
-    assert server.ssd()["live_sequences"] == 0
-    assert status.live_sequences == 0
-    assert status.free_slots == status.total_slots
+    held = server.ssd()["live_sequences"], status.live_sequences
+    assert held == (0, 0), f"target and drafter hold {held} sequences"
+    lost = status.total_slots - status.free_slots
+    assert lost == 0, f"the drafter has lost {lost} slots"
     assert server.healthy()
 
 
