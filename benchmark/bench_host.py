@@ -10,6 +10,8 @@ arms take turns round by round on the same worker and batch, in random order:
 without    no transforms of rows: what the worker would be if it knew no penalties
 plain      the worker as it is, nobody is penalised
 penalised  one request of the batch has three penalties and an output of --output-len tokens
+
+Fails if the arm "plain" takes more than --most-added longer than "without".
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import time
 from array import array
 from collections.abc import Sequence
@@ -29,8 +32,6 @@ import torch
 from tqdm import tqdm
 
 from report import add_out_flag, finish, print_table, warn_if_busy
-
-os.environ.setdefault("SGLANG_PLATFORM", "ssd_cpu")
 
 ARMS = ("without", "plain", "penalised")
 WARM_UP = 20
@@ -261,6 +262,14 @@ def summarise(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     }
 
 
+def failures_of(results: dict[str, dict[str, float]], most_added: float) -> list[str]:
+    """What requests that are not penalised pay for those that could be, if it is too much."""
+    added = results["plain"]["added"]
+    if added <= most_added:
+        return []
+    return [f"plain rounds take {added:.1%} longer, allowed are {most_added:.1%}"]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -271,6 +280,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--most-added",
+        type=float,
+        default=0.03,
+        help="share of a round by which the arm plain may be slower (default: 0.03)",
+    )
     add_out_flag(parser)
     return parser.parse_args()
 
@@ -279,6 +294,7 @@ def main() -> None:
     args = parse_arguments()
     warn_if_busy()
     torch.set_num_threads(1)
+    os.environ.setdefault("SGLANG_PLATFORM", "ssd_cpu")
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -295,7 +311,11 @@ def main() -> None:
             for arm, one in results.items()
         ],
     )
-    finish("host", args, {"arms": results})
+    failures = failures_of(results, args.most_added)
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    finish("host", args, {"arms": results, "failures": failures})
+    sys.exit(1 if failures else 0)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from sglang.srt.sampling.custom_logit_processor import (
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+import bench_host
+import bench_penalties
 from harness.processors import serialized
 from sglang_ssd.target.draft_rule import draft_rule
 from sglang_ssd.target.plain_decode import can_roll_back, is_row_function
@@ -228,18 +230,53 @@ def test_which_grammars_roll_back() -> None:
     assert can_roll_back(ReasonerGrammarObject(None, [5]))
 
 
-def test_host_benchmark_runs() -> None:
-    """Red when the worker's round changes and the benchmark of its host time is left behind."""
+def run_host_benchmark(*flags: str) -> dict[str, Any]:
     script = Path(__file__).resolve().parents[2] / "benchmark" / "bench_host.py"
     run = subprocess.run(
-        [sys.executable, script, "--rounds", "3", "--vocab-size", "2000", "--output-len", "20"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
+        [sys.executable, script, *flags], capture_output=True, text=True, timeout=1500, check=False
     )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert set(json.loads(run.stdout.splitlines()[-1])["arms"]) == {"without", "plain", "penalised"}
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    record: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    return record
+
+
+def test_host_benchmark_runs() -> None:
+    """Red when the worker's round changes and the benchmark of its host time is left behind."""
+    small = ("--rounds", "3", "--vocab-size", "2000", "--output-len", "20")
+    arms = run_host_benchmark(*small, "--most-added", "100")["arms"]
+    assert set(arms) == {"without", "plain", "penalised"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_plain_requests_pay_next_to_nothing(figures: dict[str, Any]) -> None:
+    """Red when a round of plain greedy requests pays more than 3% for what penalties need.
+
+    CPU time of one thread, paired over 500 rounds in one run: what else runs does not count.
+    """
+    record = run_host_benchmark()
+    assert record["flags"]["rounds"] == 500
+    figures.update({arm: round(one["added"], 4) for arm, one in record["arms"].items()})
+
+
+@pytest.mark.parametrize(("added", "says"), [(0.03, []), (0.031, ["3.1%"])])
+def test_host_benchmark_judges(added: float, says: list[str]) -> None:
+    """Red when the benchmark passes whatever it finds."""
+    results = {"plain": {"added": added}, "penalised": {"added": 0.5}}
+    found = bench_host.failures_of(results, 0.03)
+    assert found == [f"plain rounds take {say} longer, allowed are 3.0%" for say in says]
+
+
+def test_penalties_benchmark_judges() -> None:
+    """Red when the benchmark passes where drafts do not pay for penalised requests."""
+    ratios = dict(zip(bench_penalties.SETTINGS, (0.8, 1.0, 1.01, 0.99, 2.0), strict=True))
+    results = [
+        bench_penalties.Result(name, 1.0, 1.0, ratio, 2.0, 1.0) for name, ratio in ratios.items()
+    ]
+    assert bench_penalties.failures_of(results) == [
+        "frequency_penalty 0.5: 1.00 times the speed of plain decode",
+        "repetition_penalty 1.1: 0.99 times the speed of plain decode",
+    ]
 
 
 def test_refusals_name_the_parameter_and_its_value() -> None:
