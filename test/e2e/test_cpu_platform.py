@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from sglang_ssd.platform import cpu
+from sglang_ssd.platform.cpu_attention import CpuAttentionBackend
 
 
 def test_new_slots_go_to_the_columns_they_were_reserved_for() -> None:
@@ -80,3 +83,14 @@ def test_rows_hold_what_a_decode_reserves(
     assert widen_request_rows(num_steps + 5) == columns
     Spec.speculative_algorithm = "EAGLE"
     assert widen_request_rows(num_steps + 5) == num_steps + 5
+
+
+def test_an_attention_of_another_kind_is_refused() -> None:
+    """Red when a model with latent attention is served as if its heads were plain."""
+    runner = SimpleNamespace(model=torch.nn.Linear(1, 1), use_mla_backend=True)
+    with pytest.raises(ValueError, match="MLA") as refused:
+        CpuAttentionBackend(runner)  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "--attention-backend ssd_cpu serves plain MHA/GQA only; "
+        "Linear needs: MLA (latent attention)"
+    )

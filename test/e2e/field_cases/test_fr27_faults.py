@@ -47,7 +47,11 @@ def test_fr_27_absent_at_start(target: Path, pool: ServerPool) -> None:
         ("start_timeout_s", TIMEOUT_S),
     )
     spec = ServerSpec(model=str(target), drafter=str(target), settings=settings)
-    log = assert_ends_at_start(pool, spec, f"--ssd-start-timeout-s {TIMEOUT_S}")
+    says = (
+        f"the SSD drafter was not ready within --ssd-start-timeout-s {TIMEOUT_S}; "
+        "raise it for a large draft model, or see the drafter's log above"
+    )
+    log = assert_ends_at_start(pool, spec, says)
     begin, end = stamp_of("Load weight end", log), stamp_of("Scheduler hit an exception", log)
     assert TIMEOUT_S - 1 <= (end - begin).total_seconds() <= TIMEOUT_S + MARGIN_S
 
