@@ -23,6 +23,7 @@ from harness.client import Answer, Request, generate, generate_all, openai, open
 from harness.idle import assert_drained
 from harness.prompts import load_prompts
 from harness.reference import Reference
+from harness.rounds import RoundCounter
 from harness.server import Server, ServerPool
 from servers import free_port
 
@@ -81,11 +82,18 @@ def assert_speculates(server: Server) -> None:
     assert server.ssd()["hits"] > before["hits"]
 
 
-def in_background(server: Server, case: Request) -> Any:
-    """A future of its answer, handed out once the first tokens are there."""
+def in_background(server: Server, case: Request, seen: list[int] | None = None) -> Any:
+    """A future of its answer, handed out once the first tokens are there; seen gets the number of
+    each chunk that comes."""
     started = threading.Event()
+
+    def on_chunk(number: int) -> None:
+        if seen is not None:
+            seen.append(number)
+        started.set()
+
     threads = ThreadPoolExecutor(1)
-    future = threads.submit(stream, server.url, case, on_chunk=lambda _: started.set())
+    future = threads.submit(stream, server.url, case, on_chunk=on_chunk)
     threads.shutdown(wait=False)
     assert started.wait(120)
     return future
@@ -140,8 +148,9 @@ def test_abort_all(server: Server) -> None:
     assert_speculates(server)
 
 
-def update_from_disk(server: Server, path: Path | str) -> None:
-    answer = post(server, "/update_weights_from_disk", {"model_path": str(path)}).json()
+def update_from_disk(server: Server, path: Path | str, **fields: Any) -> None:
+    body = {"model_path": str(path), **fields}
+    answer = post(server, "/update_weights_from_disk", body).json()
     assert answer["success"], answer
 
 
@@ -156,6 +165,51 @@ def test_weights_from_disk(server: Server, target: Path) -> None:
     update_from_disk(server, target)
     again = assert_as_plain(server, cases)
     assert [a.output_ids for a in again] == [a.output_ids for a in old]
+
+
+def test_the_same_weights_under_a_held_request(server: Server, target: Path) -> None:
+    """Red when a request that keeps its KV over an update of weights loses its place, or its
+    drafts."""
+    (case,) = cases_of(server, 1, 120)
+    future = in_background(server, case)
+    post(server, "/pause_generation", {"mode": "in_place"})
+    update_from_disk(server, target, flush_cache=False)
+    assert not future.done()
+    counter = RoundCounter(server)
+    post(server, "/continue_generation")
+    answer = future.result().answer
+    assert counter.since().correct_drafts > 0
+    assert answer.same_as(generate(server.url, plainly(case)))
+    assert_speculates(server)
+
+
+def test_new_weights_under_a_retracted_request(server: Server, target: Path) -> None:
+    """Red when what a request said before an update is lost, or what it says afterwards is not what
+    the new weights say of all that; also when the drafts stay away."""
+    num_tokens = 120
+    (case,) = cases_of(server, 1, num_tokens)
+    old = generate(server.url, plainly(case))
+    seen: list[int] = []
+    future = in_background(server, case, seen)
+    post(server, "/pause_generation", {"mode": "retract"})
+    try:
+        update_from_disk(server, make_drafter("noisy", target))  # flushes what the old ones made
+        time.sleep(1)
+        num_chunks = len(seen)
+        counter = RoundCounter(server)
+        post(server, "/continue_generation")
+        streamed = future.result()
+        said, num_said = streamed.answer.output_ids, streamed.counts[num_chunks - 1]
+        assert 0 < num_said < num_tokens == len(said)
+        assert said[:num_said] == old.output_ids[:num_said]
+        rest = {"max_new_tokens": num_tokens - num_said, "ignore_eos": True}
+        behind = Request((*map(int, case.prompt), *said[:num_said]), rest)
+        assert said[num_said:] == generate(server.url, plainly(behind)).output_ids
+        assert counter.since().correct_drafts > 0
+    finally:
+        post(server, "/continue_generation")
+        update_from_disk(server, target)
+    assert_speculates(server)
 
 
 SEND_PROGRAM = """
@@ -218,11 +272,21 @@ def test_weights_from_a_trainer(server: Server, target: Path, how: str) -> None:
     assert post(server, "/weights_checker", {"action": "checksum"}).json()["success"]
 
 
-def test_memory_is_released_and_resumed(server: Server) -> None:
-    """Red when the drafter keeps sequences of a cache that is gone."""
+@pytest.mark.parametrize(
+    "tags",
+    [["kv_cache"], ["weights"], ["weights", "kv_cache"], None],
+    ids=["kv-cache", "weights", "both", "default"],
+)
+def test_memory_is_released_and_resumed(server: Server, tags: list[str] | None) -> None:
+    """Red when the drafter keeps sequences of a cache that is gone, or a server that cannot give
+    memory back, as none on a CPU can, answers other than SGLang's own: it goes on."""
+    (case,) = cases_of(server, 1)
+    before = generate(server.url, plainly(case))
     assert_drained(server)
-    post(server, "/release_memory_occupation", {"tags": ["kv_cache"]})
-    post(server, "/resume_memory_occupation", {"tags": ["kv_cache"]})
+    body = {} if tags is None else {"tags": tags}
+    post(server, "/release_memory_occupation", body)
+    post(server, "/resume_memory_occupation", body)
+    assert generate(server.url, plainly(case)).same_as(before)
     assert_speculates(server)
 
 

@@ -56,6 +56,8 @@ class Stream(msgspec.Struct, frozen=True):
     """Text so far, per chunk."""
     times: list[float]
     """Arrival of each chunk, seconds on the monotonic clock."""
+    counts: list[int]
+    """Tokens so far, per chunk."""
 
     @property
     def longest_gap(self) -> float:
@@ -82,6 +84,7 @@ def stream(url: str, request: Request, *, on_chunk: Any = None) -> Stream:
     """One streamed request; on_chunk(index) is called as each chunk arrives."""
     texts: list[str] = []
     times: list[float] = []
+    counts: list[int] = []
     last: dict[str, Any] = {}
     with requests.post(
         f"{url}/generate", json={**request.body(), "stream": True}, stream=True, timeout=TIMEOUT_S
@@ -91,9 +94,10 @@ def stream(url: str, request: Request, *, on_chunk: Any = None) -> Stream:
             last = chunk
             texts.append(chunk["text"])
             times.append(time.monotonic())
+            counts.append(chunk["meta_info"]["completion_tokens"])
             if on_chunk is not None:
                 on_chunk(len(times))
-    return Stream(answer=_answer(last), texts=texts, times=times)
+    return Stream(answer=_answer(last), texts=texts, times=times, counts=counts)
 
 
 def openai(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
