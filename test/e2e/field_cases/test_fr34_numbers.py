@@ -15,6 +15,7 @@ from harness.client import Answer, Request, generate_all, openai
 from harness.idle import assert_drained
 from harness.metrics import samples
 from harness.prompts import STORY, load_prompts
+from harness.rounds import RoundCounter
 from harness.server import Server
 
 NUM_STEPS = 4
@@ -26,6 +27,8 @@ BOUNDS: dict[DrafterKind, tuple[float, float]] = {
     "noisy": (0.1, 0.9),
 }
 """Of the accept rate; its first rounds may find the drafter still reading the prompt."""
+LEAST_OF_SELF = 0.97
+"""Of the drafts of rows that had some; the others of the target's own drafter are roundings."""
 LAST_INTERVAL = 0.1
 """Share by which SGLang's average may be off: it lacks the rounds since the last log line."""
 
@@ -56,9 +59,14 @@ def test_fr_34(kind: DrafterKind, server: Server, figures: dict[str, Any]) -> No
     cases = [Request(prompt.input_ids, params) for prompt in prompts]
     assert_drained(server)
     assert http.post(f"{server.url}/flush_cache", timeout=60).ok  # SGLang averages anew
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases)
+    rounds = counter.since()
     for answer in answers:
         assert_adds_up(answer.meta_info)
+    if kind == "self":
+        assert rounds.drafted_rows > 0
+        assert rounds.correct_drafts >= LEAST_OF_SELF * NUM_STEPS * rounds.drafted_rows
     low, high = BOUNDS[kind]
     figures["accept_rate"] = rate_of(answers)
     assert low <= rate_of(answers) <= high
