@@ -39,6 +39,18 @@ CASES = (
         "stop_token_ids [99999999, -1]: must be 0 to 49151 where min_new_tokens is given",
     ),
     BadRequest(
+        "processor",
+        {"custom_logit_processor": "garbage"},
+        "custom_logit_processor 'garbage': must be the text of CustomLogitProcessor.to_str() "
+        "(JSONDecodeError: unexpected character, expected a JSON value: line 1 column 1 (char 0))",
+    ),
+    BadRequest(
+        "pickle",
+        {"custom_logit_processor": '{"callable": "00"}'},
+        'custom_logit_processor \'{"callable": "00"}\': must be the text of '
+        "CustomLogitProcessor.to_str() (UnpicklingError: invalid load key, '\\x00'.)",
+    ),
+    BadRequest(
         "both",
         {"return_sampling_mask": True, "sampling_params": {"custom_params": {"ssd": 0}}},
         f"return_sampling_mask True: {NOT_SERVED}; custom_params ssd 0: must be true or false",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests as http
 from openai import OpenAI
 
 from harness.benchmark import Backend, bench_serving
@@ -192,33 +193,70 @@ def test_stock_serving_benchmark(
     assert found["total_output_tokens"] == 6 * NUM_BENCHMARKED
 
 
+MALFORMED: tuple[tuple[str, Any], ...] = (
+    ("generate", {"text": "x", "sampling_params": {"temperature": -1.0}}),
+    ("generate", {"text": "x", "sampling_params": {"top_p": 2.0}}),
+    ("generate", {"text": "x", "sampling_params": {"max_new_tokens": -1}}),
+    ("generate", {"input_ids": [5] * 3000, "sampling_params": GREEDY}),
+    ("generate", {"text": "x", "sampling_params": {**GREEDY, "json_schema": "{"}}),
+    ("generate", {"text": "x", "sampling_params": {**GREEDY, "logit_bias": {"99999999": 1.0}}}),
+    ("generate", {"sampling_params": GREEDY}),
+    ("generate", {"text": "x", "input_ids": [5], "sampling_params": GREEDY}),
+    ("generate", {"text": 5, "sampling_params": GREEDY}),
+    ("generate", {"input_ids": ["five"], "sampling_params": GREEDY}),
+    (
+        "generate",
+        {
+            "text": "x",
+            "sampling_params": GREEDY,
+            "return_logprob": True,
+            "token_ids_logprob": [99999999],
+        },
+    ),
+    ("generate", "{"),
+    ("generate", "[]"),
+    ("v1/completions", "{"),
+    ("v1/completions", {"model": "any"}),
+    ("v1/completions", {"model": "any", "prompt": "x", "temperature": "hot"}),
+    ("v1/completions", {"model": "any", "prompt": "x", "max_tokens": -1}),
+    ("v1/completions", {"model": "any", "prompt": "x", "max_tokens": 4, "top_p": 2}),
+    ("v1/completions", {"model": "any", "prompt": "x", "max_tokens": 4000}),
+    ("v1/chat/completions", "not json"),
+    ("v1/chat/completions", {"model": "any"}),
+    ("v1/chat/completions", {"model": "any", "messages": "hello"}),
+    ("v1/chat/completions", {"model": "any", "messages": []}),
+    ("v1/chat/completions", {"model": "any", "messages": [{"role": "king", "content": "x"}]}),
+    ("v1/chat/completions", {"model": "any", "messages": MESSAGES, "temperature": -1}),
+    ("v1/chat/completions", {"model": "any", "messages": MESSAGES, "tool_choice": "perhaps"}),
+    (
+        "v1/chat/completions",
+        {"model": "any", "messages": MESSAGES, "response_format": {"type": "poem"}},
+    ),
+)
+"""Path and body; a text is sent as it is. A few are served by SGLang all the same."""
+
+
 def test_request_errors_are_sglangs_own(server: Server, reference: Reference) -> None:
     """Red when a bad request is answered unlike the plain server does, or hurts a good one."""
-    import requests as http
-
-    bad: list[dict[str, Any]] = [
-        {"text": "x", "sampling_params": {"temperature": -1.0}},
-        {"text": "x", "sampling_params": {"top_p": 2.0}},
-        {"text": "x", "sampling_params": {"max_new_tokens": -1}},
-        {"input_ids": [5] * 3000, "sampling_params": GREEDY},
-        {"text": "x", "sampling_params": {**GREEDY, "json_schema": "{"}},
-        {"text": "x", "sampling_params": {**GREEDY, "logit_bias": {"99999999": 1.0}}},
-    ]
-    for body in bad:
-        expected, got = (
-            http.post(f"{which.url}/generate", json=body, timeout=60)
-            for which in (reference.server, server)
-        )
-        assert got.status_code == expected.status_code, body
-        assert _said(got) == _said(expected), body
+    for path, body in MALFORMED:
+        expected, got = (_refused(which, path, body) for which in (reference.server, server))
+        assert got.status_code == expected.status_code, (path, body, got.text)
+        assert _said(got) == _said(expected), (path, body)
     assert generate(server.url, Request("Still here?", {"max_new_tokens": 4})).output_ids
 
 
+def _refused(which: Server, path: str, body: Any) -> Any:
+    sent = body if isinstance(body, str) else json.dumps(body)
+    headers = {"Content-Type": "application/json"}
+    return http.post(f"{which.url}/{path}", data=sent, headers=headers, timeout=60)
+
+
 def _said(reply: Any) -> Any:
-    """The message of a refusal, or the answer of what was served all the same."""
+    """All of a refusal, or the answer of what was served all the same."""
+    if reply.status_code != 200:
+        assert reply.text
+        return reply.text
     found = reply.json()
-    if reply.status_code == 200:
+    if "text" in found:
         return found["text"], found["meta_info"]["finish_reason"]
-    message = found["error"]["message"]
-    assert message, found
-    return message
+    return found["choices"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import requests as http
 from harness.client import Request, generate_all
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.server import Server, ServerPool
+from harness.server import Server, ServerPool, ServerSpec
 from sglang_ssd.target.metrics import METRICS, PREFIX
 from sglang_ssd.target.stats import PLAIN_CAUSES
 
@@ -133,7 +134,11 @@ def test_the_log_line_appears(server: Server) -> None:
     assert all(int(rounds) == 8 for rounds, _, _ in lines)
 
 
-def test_nothing_is_exported_without_the_flag(reference: Reference) -> None:
-    """Red when a plain server gets our metrics."""
-    answer = http.get(f"{reference.server.url}/metrics", timeout=30)
+def test_a_plain_server_exports_nothing_of_ours(target: Path, reference_pool: ServerPool) -> None:
+    """Red when a server without speculation gets our metrics beside its own."""
+    plain = reference_pool.get(ServerSpec(model=str(target), flags=("--enable-metrics",)))
+    generate_all(plain.url, cases_of(plain, 1))
+    answer = http.get(f"{plain.url}/metrics", timeout=30)
+    assert answer.ok
+    assert "sglang:" in answer.text
     assert PREFIX not in answer.text

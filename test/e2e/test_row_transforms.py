@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import subprocess
 import sys
 import weakref
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import dill
 import pytest
 import torch
 from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
@@ -35,7 +37,7 @@ import bench_penalties
 from harness.processors import serialized
 from sglang_ssd.target.draft_rule import draft_rule
 from sglang_ssd.target.plain_decode import can_roll_back, is_row_function
-from sglang_ssd.target.refusals import refusal_reasons
+from sglang_ssd.target.refusals import SHOWN_CHARS, refusal_reasons
 from sglang_ssd.target.row_transforms import RowTransforms
 from sglang_ssd.wire.messages import MAX_RULE_TOKENS
 
@@ -289,12 +291,45 @@ def test_refusals_name_the_parameter_and_its_value() -> None:
         "return_sampling_mask True: not served with --speculative-algorithm SSD",
         "beam_width 3: not served with --speculative-algorithm SSD",
     ]
+    for name in ("BanRecentTokens", "CountCalls"):
+        assert refusal_reasons({"custom_logit_processor": serialized(name)}, vocab_size=9) == []
     stops = {"stop_token_ids": [0, 9, 10, -1]}
     assert refusal_reasons({"sampling_params": stops}, vocab_size=9) == []
     early = {"sampling_params": {**stops, "min_new_tokens": 2}}
     assert refusal_reasons(early, vocab_size=9) == [
         "stop_token_ids [10, -1]: must be 0 to 8 where min_new_tokens is given"
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "JSONDecodeError: Input is a zero-length, empty document: line 1 column 1 (char 0)"),
+        ("{}", "KeyError: 'callable'"),
+        (
+            '{"callable": "zz"}',
+            "ValueError: non-hexadecimal number found in fromhex() arg at position 0",
+        ),
+        (json.dumps({"callable": dill.dumps(dict).hex()}), "it is a dict"),
+    ],
+    ids=["empty", "no-callable", "no-hex", "no-processor"],
+)
+def test_a_processor_that_is_none_is_refused(text: str, problem: str) -> None:
+    """Red when a text reaches the scheduler that ends it."""
+    shown = text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + ".."
+    assert refusal_reasons({"custom_logit_processor": text}, vocab_size=9) == [
+        f"custom_logit_processor {shown!r}: must be the text of CustomLogitProcessor.to_str() "
+        f"({problem})"
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_that_are_no_pickle_are_refused(seed: int) -> None:
+    """Red when the reading of garbage raises what is not expected of it."""
+    whole = bytes.fromhex(json.loads(serialized("BanRecentTokens"))["callable"])
+    cut = whole[: random.Random(seed).randrange(len(whole))]
+    text = json.dumps({"callable": cut.hex()})
+    assert len(refusal_reasons({"custom_logit_processor": text}, vocab_size=9)) == 1
 
 
 def test_the_drafter_is_told_what_fits() -> None:

@@ -6,16 +6,28 @@ are: what is raised there reaches the client as its own errors do, streamed or n
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_ssd.config import ALGORITHM
 from sglang_ssd.target.algorithm import is_ssd
 
 REFUSED_FIELDS = ("return_sampling_mask", "return_routed_experts", "return_indexer_topk")
 """Outputs that SGLang collects in its own sampler, or per decode step."""
+SHOWN_CHARS = 40
+"""Of a text of the client's that is refused."""
+
+_UNREADABLE = (
+    *(ValueError, TypeError, LookupError, AttributeError, NameError, ImportError, EOFError),
+    *(ArithmeticError, RecursionError, MemoryError, pickle.UnpicklingError, struct.error),
+)
+"""What the reading of a pickle that is none raises; what else does is answered as an error of the
+server, which goes on."""
 
 
 def register_hooks() -> None:
@@ -46,7 +58,27 @@ def refusal_reasons(fields: Mapping[str, Any], *, vocab_size: int) -> list[str]:
     opt_out = custom_params.get("ssd") if isinstance(custom_params, dict) else None
     if not (opt_out is None or isinstance(opt_out, bool)):
         reasons.append(f"custom_params ssd {opt_out!r}: must be true or false")
+    reasons += _processor_reasons(fields.get("custom_logit_processor"))
     return reasons + _stop_token_reasons(params, vocab_size)
+
+
+def _processor_reasons(text: Any) -> list[str]:
+    """SGLang reads the text in its scheduler, and ends itself if that fails."""
+    if not isinstance(text, str):
+        return []
+    try:
+        processor = CustomLogitProcessor.from_str(text)
+    except _UNREADABLE as error:
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        if callable(processor):
+            return []
+        problem = f"it is a {type(processor).__name__}"
+    shown = text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + ".."
+    return [
+        f"custom_logit_processor {shown!r}: must be the text of CustomLogitProcessor.to_str() "
+        f"({problem})"
+    ]
 
 
 def _stop_token_reasons(params: Mapping[str, Any], vocab_size: int) -> list[str]:
