@@ -14,6 +14,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dill
@@ -35,6 +36,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 import bench_host
 import bench_penalties
 from harness.processors import serialized
+from sglang_ssd.target import refusals
 from sglang_ssd.target.draft_rule import draft_rule
 from sglang_ssd.target.plain_decode import can_roll_back, is_row_function
 from sglang_ssd.target.refusals import SHOWN_CHARS, refusal_reasons
@@ -293,6 +295,7 @@ def test_refusals_name_the_parameter_and_its_value() -> None:
     ]
     for name in ("BanRecentTokens", "CountCalls"):
         assert refusal_reasons({"custom_logit_processor": serialized(name)}, vocab_size=9) == []
+    assert refusal_reasons({"custom_logit_processor": ""}, vocab_size=9) == []
     stops = {"stop_token_ids": [0, 9, 10, -1]}
     assert refusal_reasons({"sampling_params": stops}, vocab_size=9) == []
     early = {"sampling_params": {**stops, "min_new_tokens": 2}}
@@ -304,7 +307,6 @@ def test_refusals_name_the_parameter_and_its_value() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "JSONDecodeError: Input is a zero-length, empty document: line 1 column 1 (char 0)"),
         ("{}", "KeyError: 'callable'"),
         (
             '{"callable": "zz"}',
@@ -312,7 +314,7 @@ def test_refusals_name_the_parameter_and_its_value() -> None:
         ),
         (json.dumps({"callable": dill.dumps(dict).hex()}), "it is a dict"),
     ],
-    ids=["empty", "no-callable", "no-hex", "no-processor"],
+    ids=["no-callable", "no-hex", "no-processor"],
 )
 def test_a_processor_that_is_none_is_refused(text: str, problem: str) -> None:
     """Red when a text reaches the scheduler that ends it."""
@@ -321,6 +323,22 @@ def test_a_processor_that_is_none_is_refused(text: str, problem: str) -> None:
         f"custom_logit_processor {shown!r}: must be the text of CustomLogitProcessor.to_str() "
         f"({problem})"
     ]
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_a_text_is_unpickled_only_where_processors_are_asked_for(
+    is_enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a client's pickle is read by a server without --enable-custom-logit-processor."""
+    read: list[str] = []
+    features = SimpleNamespace(enable_custom_logit_processor=is_enabled)
+    monkeypatch.setattr(refusals, "get_exec", lambda: SimpleNamespace(features=features))
+    monkeypatch.setattr(refusals, "is_ssd", lambda: True)
+    monkeypatch.setattr(CustomLogitProcessor, "from_str", lambda text: read.append(text) or len)
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=9))
+    request = SimpleNamespace(custom_logit_processor="a pickle", sampling_params=None)
+    refusals.refuse_unserved_parameters(manager, request)
+    assert read == (["a pickle"] if is_enabled else [])
 
 
 @pytest.mark.parametrize("seed", range(20))

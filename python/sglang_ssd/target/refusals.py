@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_ssd.config import ALGORITHM
@@ -41,7 +42,11 @@ def refuse_unserved_parameters(manager: Any, obj: Any, *args: Any, **kwargs: Any
     """Raises ValueError with every parameter of this request that is not served."""
     if not is_ssd():
         return
-    reasons = refusal_reasons(vars(obj), vocab_size=manager.model_config.vocab_size)
+    fields = vars(obj)
+    if not get_exec().features.enable_custom_logit_processor:
+        # SGLang has refused those already; a text that is not asked for is never unpickled here.
+        fields = {**fields, "custom_logit_processor": None}
+    reasons = refusal_reasons(fields, vocab_size=manager.model_config.vocab_size)
     if reasons:
         raise ValueError("; ".join(reasons))
 
@@ -64,7 +69,7 @@ def refusal_reasons(fields: Mapping[str, Any], *, vocab_size: int) -> list[str]:
 
 def _processor_reasons(text: Any) -> list[str]:
     """SGLang reads the text in its scheduler, and ends itself if that fails."""
-    if not isinstance(text, str):
+    if not (isinstance(text, str) and text):  # an empty one is none to SGLang
         return []
     try:
         processor = CustomLogitProcessor.from_str(text)
