@@ -27,6 +27,17 @@ class BanRecentTokens(CustomLogitProcessor):
         return logits
 
 
+class Flatter(CustomLogitProcessor):
+    """Divides by params["factor"], as a higher temperature does."""
+
+    row_function = True
+
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in enumerate(custom_param_list):
+            logits[row] /= params["factor"]
+        return logits
+
+
 class CountCalls(CustomLogitProcessor):
     """Changes with every call, which no row that may be thrown away could stand."""
 
