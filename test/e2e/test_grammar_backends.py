@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 
 from harness.client import Request, generate_all
-from harness.grammars import SCHEMA
-from harness.prompts import load_prompts
+from harness.grammars import SCHEMA, TAG_AFTER_TRIGGER
+from harness.prompts import encode, load_prompts
 from harness.reference import Reference, assert_same
 from harness.server import ServerPool, ServerSpec
 
@@ -22,6 +22,15 @@ CONSTRAINTS: tuple[dict[str, Any], ...] = (
     {"regex": r"[0-9]{3}-[a-z]{2,6}!"},
     {"regex": " (yes|no)", "ignore_eos": True},
 )
+
+OF_LLGUIDANCE: tuple[dict[str, Any], ...] = (
+    {"ebnf": 'root ::= "the " ("red" | "green") " " ("house" | "boat") ("." | " " [a-z]+ ".")'},
+    {"ebnf": 'root ::= (" " [a-z]+)+'},
+    {"structural_tag": TAG_AFTER_TRIGGER},
+)
+"""Kinds that outlines does not have."""
+TRIGGER_BIAS = 60.0
+"""On the trigger's token, so that it is said wherever the grammar lets it."""
 
 
 @pytest.mark.parametrize(("backend", "rolls_back"), [("llguidance", True), ("outlines", False)])
@@ -38,16 +47,29 @@ def test_grammars_of_a_backend(
     server = pool.get(spec_for("self", flags=flags))
     plain = ServerSpec(model=str(target), flags=(*flags, "--disable-overlap-schedule"))
     reference = Reference(reference_pool, plain)
-    prompts = load_prompts(server.spec.model, 2 * len(CONSTRAINTS))
+    constraints = [*CONSTRAINTS]
+    if backend == "llguidance":
+        constraints += [with_trigger(server.spec.model, one) for one in OF_LLGUIDANCE]
+    prompts = load_prompts(server.spec.model, 2 * len(constraints))
     cases = [
         Request(
             prompt.input_ids,
-            {"max_new_tokens": 40, **(CONSTRAINTS[index // 2] if index % 2 else {})},
+            {"max_new_tokens": 40, **(constraints[index // 2] if index % 2 else {})},
         )
         for index, prompt in enumerate(prompts)
     ]
     answers = generate_all(server.url, cases, concurrency=8)
     assert_same(reference, cases, answers)
+    for case, answer in zip(cases, answers, strict=True):
+        assert "structural_tag" not in case.params or answer.text.startswith('<a>"')
     constrained = sum(answer.num_correct_drafts for answer in answers[1::2])
     assert (constrained > 0) == rolls_back
     assert sum(answer.num_correct_drafts for answer in answers[::2]) > 0
+
+
+def with_trigger(model: str, constraint: dict[str, Any]) -> dict[str, Any]:
+    """A tag's constraint with a bias for its trigger; of the others, themselves."""
+    if "structural_tag" not in constraint:
+        return constraint
+    (trigger,) = encode(model, "<")
+    return {**constraint, "logit_bias": {str(trigger): TRIGGER_BIAS}}

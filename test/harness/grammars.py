@@ -13,6 +13,18 @@ SCHEMA = json.dumps(
         "required": ["city", "old"],
     }
 )
+STRUCTURE = {"begin": "<a>", "schema": {"type": "string", "maxLength": 60}, "end": "</a>"}
+TAG_AT_ONCE = json.dumps(
+    {
+        **{"type": "structural_tag", "structures": [STRUCTURE], "triggers": ["<a"]},
+        "at_least_one": True,
+    }
+)
+"""Of xgrammar alone: the answer begins with the tag."""
+TAG_AFTER_TRIGGER = json.dumps(
+    {"type": "structural_tag", "structures": [STRUCTURE], "triggers": ["<"]}
+)
+"""Of every backend with tags: free text, but for what follows a trigger."""
 EXACTLY = "exactly this and nothing else"
 CONSTRAINTS: tuple[dict[str, str], ...] = (
     {"json_schema": SCHEMA},
