@@ -15,6 +15,7 @@ from harness.benchmark import Backend, bench_serving
 from harness.client import Request, generate
 from harness.frontend import CITIES, introduce, run_batch, run_streamed, tour
 from harness.grammars import SCHEMA
+from harness.logprobs import MAX_DIFFERENCE
 from harness.reference import Reference
 from harness.server import Server, ServerPool
 
@@ -112,9 +113,9 @@ def test_openai_chat_logprobs(server: Server, reference: Reference) -> None:
     )
     assert [one.token for one in have] == [one.token for one in want]
     for a, b in zip(want, have, strict=True):
-        assert b.logprob == pytest.approx(a.logprob, abs=1e-3)
+        assert b.logprob == pytest.approx(a.logprob, abs=MAX_DIFFERENCE)
         ranked = [one.logprob for one in b.top_logprobs]
-        assert ranked == pytest.approx([one.logprob for one in a.top_logprobs], abs=1e-3)
+        assert ranked == pytest.approx([one.logprob for one in a.top_logprobs], abs=MAX_DIFFERENCE)
 
 
 def test_openai_usage_at_the_end_of_a_stream(server: Server, reference: Reference) -> None:
@@ -143,7 +144,9 @@ def test_openai_completion_with_logprobs(server: Server, reference: Reference) -
     expected, got = ask(reference.server).choices[0], ask(server).choices[0]
     assert got.text == expected.text
     assert got.logprobs.tokens == expected.logprobs.tokens
-    assert got.logprobs.token_logprobs == pytest.approx(expected.logprobs.token_logprobs, abs=1e-3)
+    assert got.logprobs.token_logprobs == pytest.approx(
+        expected.logprobs.token_logprobs, abs=MAX_DIFFERENCE
+    )
 
 
 def test_frontend_program(server: Server, reference: Reference) -> None:

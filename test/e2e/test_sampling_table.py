@@ -18,9 +18,10 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from harness.client import Answer, Request, generate, generate_all, generate_copies
+from harness.client import Request, generate, generate_all, generate_copies
 from harness.draws import assert_same_draws
-from harness.grammars import SCHEMA, assert_keeps_to
+from harness.grammars import SCHEMA, TAG_AT_ONCE, assert_keeps_to
+from harness.logprobs import assert_same_logprobs
 from harness.processors import serialized
 from harness.prompts import STORY, encode, tokenizer_of
 from harness.reference import Reference, assert_same
@@ -32,13 +33,6 @@ NUM_TOKENS = 30
 
 Fields = dict[str, Any]
 
-TAG = json.dumps(
-    {
-        "type": "structural_tag",
-        "structures": [{"begin": "<a>", "schema": {"type": "object"}, "end": "</a>"}],
-        "triggers": ["<a"],
-    }
-)
 PARAMS: dict[str, Fields] = {
     "temperature": {"temperature": 0.0},
     "frequency_penalty": {"frequency_penalty": 0.5},
@@ -49,7 +43,7 @@ PARAMS: dict[str, Fields] = {
     "json_schema": {"json_schema": json.dumps({"type": "string", "maxLength": 60})},
     "regex": {"regex": "( [a-z]+){9,}"},
     "ebnf": {"ebnf": 'root ::= (" " [a-z]+)+'},
-    "structural_tag": {"structural_tag": TAG},
+    "structural_tag": {"structural_tag": TAG_AT_ONCE},
     "max_new_tokens": {"max_new_tokens": 23},
     "stop": {"stop": ["."]},
     "stop_token_ids": {"stop_token_ids": [30]},
@@ -186,28 +180,16 @@ def test_what_speculates(server: Server, reference: Reference, story: tuple[int,
     assert plain_rows(server) == before
     for name, answer in zip(cases, answers, strict=True):
         assert answer.num_correct_drafts > 0, f"{name} was decoded plainly"
-    _assert_same_logprobs(reference.answers(list(cases.values())), answers)
+    said = dict(zip(cases, answers, strict=True))
+    assert said["structural_tag"].text.startswith('<a>"')
+    for want, have in zip(reference.answers(list(cases.values())), answers, strict=True):
+        assert_same_logprobs(want, have)
 
 
 def plain_rows(server: Server) -> int:
     """Rows that have decoded plainly because of a parameter or an opt-out."""
     counts = server.ssd()["plain_decode"]
     return int(counts.get("parameter", 0) + counts.get("opt_out", 0))
-
-
-def _assert_same_logprobs(expected: list[Answer], got: list[Answer]) -> None:
-    for want, have in zip(expected, got, strict=True):
-        names = {key for key in want.meta_info if "logprobs" in key}
-        assert names == {key for key in have.meta_info if "logprobs" in key}
-        for name in names:
-            assert _shape(want.meta_info[name]) == _shape(have.meta_info[name]), name
-
-
-def _shape(value: Any) -> Any:
-    """Nested lists with their numbers left out."""
-    if isinstance(value, list | tuple):
-        return [_shape(item) for item in value]
-    return type(value).__name__ if isinstance(value, float | str | bytes) else value
 
 
 def test_what_speculates_when_sampled(

@@ -7,40 +7,19 @@ from typing import Any
 import msgspec
 
 from harness.checkpoints import DrafterKind
-from harness.client import Answer, Request, generate_all, openai, stream
+from harness.client import Request, generate_all, openai, stream
 from harness.draws import seeded
+from harness.logprobs import MAX_DIFFERENCE, assert_same_logprobs
 from harness.prompts import STORY, encode
 from harness.reference import Reference, assert_same
 from harness.rounds import assert_drafted
 from harness.server import Server
 
-MAX_DIFFERENCE = 1e-3
-"""Between a forward of one row and of several, in float32."""
-KEYS = ("input_token_logprobs", "output_token_logprobs")
-RANKED_KEYS = ("output_top_logprobs", "output_token_ids_logprobs", "input_top_logprobs")
 ALL: dict[str, Any] = {
     "return_logprob": True,
     "top_logprobs_num": 3,
     "token_ids_logprob": [11, 42, 300],
 }
-
-
-def assert_same_logprobs(want: Answer, have: Answer) -> None:
-    for key in KEYS:
-        assert_close(want.meta_info.get(key), have.meta_info.get(key))
-    for key in RANKED_KEYS:
-        expected, got = want.meta_info.get(key) or [], have.meta_info.get(key) or []
-        assert len(expected) == len(got), key
-        for a, b in zip(expected, got, strict=True):
-            assert_close(a, b)
-
-
-def assert_close(expected: list[Any] | None, got: list[Any] | None) -> None:
-    """Lists of (logprob, token, text) with equal tokens."""
-    assert (expected is None) == (got is None)
-    for a, b in zip(expected or [], got or [], strict=True):
-        assert a[1] == b[1]
-        assert a[0] == b[0] or abs(a[0] - b[0]) < MAX_DIFFERENCE
 
 
 def test_fr_18(kind: DrafterKind, server: Server, reference: Reference) -> None:
@@ -63,6 +42,7 @@ def test_fr_18(kind: DrafterKind, server: Server, reference: Reference) -> None:
     for want, have in zip(reference.answers(cases), answers, strict=True):
         assert_same_logprobs(want, have)
     assert len(answers[0].meta_info["output_token_logprobs"]) == 20
+    assert answers[2].meta_info["input_token_ids_logprobs"]
     assert "output_token_logprobs" not in answers[1].meta_info
     streamed = stream(server.url, cases[3]).answer
     assert_same_logprobs(reference.answers([cases[3]])[0], streamed)

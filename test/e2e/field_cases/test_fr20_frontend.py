@@ -9,12 +9,12 @@ import pytest
 
 from harness.frontend import CITIES, METHODS, choose, run_batch, run_streamed, tour
 from harness.idle import assert_drained
+from harness.logprobs import MAX_DIFFERENCE
 from harness.reference import Reference
 from harness.rounds import RoundCounter
 from harness.server import Server
 
 GENERATED = ("intro", "year", "short")
-MAX_DIFFERENCE = 1e-3
 
 
 def what_it_says(state: Any) -> dict[str, Any]:
