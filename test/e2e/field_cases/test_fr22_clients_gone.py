@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import requests as http
 
 from harness.checkpoints import DrafterKind
@@ -24,6 +25,10 @@ LONG = {"max_new_tokens": 1500, "ignore_eos": True}
 FILLING = {"max_new_tokens": 400, "ignore_eos": True}
 """SGLang lets as many run at once as will find room for what they may still say."""
 MOST_RUNNING = 16
+CHUNK = 16
+"""Of the shared server. It reads a prompt of 1900 tokens for seconds."""
+WHOLE_CHUNK = re.compile(rf"Prefill batch.*#new-token: {CHUNK},")
+BEGUN_S = 0.3
 ORDINARY = re.compile(r"(Prefill|Decode) batch|SSD rounds|HTTP/1.1\"? 200")
 """Lines of a server at work: SGLang's and ours of batches, one for each HTTP request."""
 
@@ -86,10 +91,60 @@ def test_fr_22_each_end_beside_a_neighbour(server: Server) -> None:
         start_and_leave(server.url, Request(story, LONG), after_s=1.0)
         assert_only_running(server, 1, limit_s=LEAVING_S + CLOSED_WITHIN_S)
         with all_running(server, story):
+            assert_aborted_in_the_queue(server, story)
             start_and_leave(server.url, Request(story, LONG), after_s=1.0)
             time.sleep(LEAVING_S + 1.0)
         assert_only_running(server, 1)
     assert_drained(server)
+
+
+def assert_aborted_in_the_queue(server: Server, prompt: tuple[int, ...]) -> None:
+    rid = "queued-alone"
+    with ThreadPoolExecutor(1) as clients:
+        queued = clients.submit(generate, server.url, Request(prompt, LONG, {"rid": rid}))
+        time.sleep(0.5)
+        assert not queued.done()
+        abort(server, rid=rid)
+        answer = queued.result()
+    assert answer.finish["type"] == "abort"
+    assert answer.output_ids == []
+
+
+@pytest.mark.parametrize(("length", "aborted"), [(1910, False), (1920, True)])
+def test_fr_22_within_a_prompt_beside_a_neighbour(
+    length: int, aborted: bool, server: Server
+) -> None:
+    """Red when a prompt whose client goes while it is read is read to its end all the same, or its
+    sequence stays with the drafter. No other test's prompts begin as these do."""
+    prompt, rid = ids_of_length(server.spec.model, length), f"reading-{length}"
+    case = Request(prompt, {"max_new_tokens": 40, "ignore_eos": True}, {"rid": rid})
+    with one_running(server, encode(server.spec.model, STORY)):
+        before = num_chunks(server)
+        if aborted:
+            with ThreadPoolExecutor(1) as clients:
+                reading = clients.submit(generate, server.url, case)
+                wait_for_chunks(server, before + 2)
+                abort(server, rid=rid)
+                assert reading.result().finish["type"] == "abort"
+        else:
+            start_and_leave(server.url, case, after_s=BEGUN_S)
+            time.sleep(LEAVING_S + 1.0)
+        read = num_chunks(server)
+        assert 0 < read - before < length // CHUNK
+        assert_only_running(server, 1)
+        assert num_chunks(server) <= read + 1, "the last one may have been under way"
+    assert_drained(server)
+
+
+def wait_for_chunks(server: Server, num: int) -> None:
+    deadline = time.monotonic() + 30
+    while num_chunks(server) < num:
+        assert time.monotonic() < deadline, "the prompt is not being read"
+        time.sleep(0.05)
+
+
+def num_chunks(server: Server) -> int:
+    return len(WHOLE_CHUNK.findall(server.log_text()))
 
 
 @contextmanager
@@ -130,4 +185,19 @@ def test_fr_22_abort_request(server: Server, reference: Reference) -> None:
         assert_only_running(server, 2)
         abort(server, abort_all=True)
         assert {one.result().finish["type"] for one in running} == {"abort"}
+    assert_drained(server)
+
+
+def test_fr_22_abort_all_of_more_than_run(server: Server) -> None:
+    """Red when what waits in the queue outlives an abort of all, or its client waits for ever."""
+    story = encode(server.spec.model, STORY)
+    cases = [Request(story, FILLING)] * (MOST_RUNNING + 4)
+    with ThreadPoolExecutor(len(cases)) as clients:
+        futures = [clients.submit(generate, server.url, case) for case in cases]
+        assert_only_running(server, MOST_RUNNING, limit_s=60)
+        assert not any(one.done() for one in futures)
+        abort(server, abort_all=True)
+        answers = [one.result() for one in futures]
+    assert {answer.finish["type"] for answer in answers} == {"abort"}
+    assert sum(not answer.output_ids for answer in answers) >= len(cases) - MOST_RUNNING
     assert_drained(server)
