@@ -100,6 +100,17 @@ def stream(url: str, request: Request, *, on_chunk: Any = None) -> Stream:
     return Stream(answer=_answer(last), texts=texts, times=times, counts=counts)
 
 
+def stream_increments(url: str, request: Request) -> tuple[list[str], Answer]:
+    """Of a server with --incremental-streaming-output: the pieces of text, and all of it joined."""
+    body = {**request.body(), "stream": True}
+    with requests.post(f"{url}/generate", json=body, stream=True, timeout=TIMEOUT_S) as reply:
+        reply.raise_for_status()
+        chunks = list(_events(reply))
+    texts = [chunk["text"] for chunk in chunks]
+    ids = [token for chunk in chunks for token in chunk["output_ids"]]
+    return texts, Answer(text="".join(texts), output_ids=ids, meta_info=chunks[-1]["meta_info"])
+
+
 def openai(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The whole answer of an OpenAI endpoint, greedy unless the body says otherwise."""
     full = {"model": "any", "temperature": 0, **body}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from harness.checkpoints import DrafterKind
-from harness.client import Request, openai, openai_stream, stream
+from harness.client import Request, openai, openai_stream, stream, stream_increments
 from harness.prompts import SPELLED, encode
 from harness.reference import Reference, assert_same
-from harness.rounds import assert_drafted
-from harness.server import Server
+from harness.rounds import RoundCounter, assert_drafted
+from harness.server import Server, ServerPool
 
 REPLACEMENT = "\ufffd"
+SPANNING = ("emoji", "cjk")
+"""Whose answers have characters of several tokens."""
+INTERVAL = 3
 
 
 @pytest.mark.parametrize("stream_interval", [1, 3])
@@ -26,17 +31,25 @@ def test_fr_10(
     assert_same(reference, [case], [streamed.answer])
     assert_drafted(kind, [streamed.answer])
     whole = streamed.answer.text
+    assert name not in SPANNING or not whole.isascii()
     assert streamed.texts[-1] == whole
     assert all(whole.startswith(part) for part in streamed.texts)
     assert REPLACEMENT in whole or not any(REPLACEMENT in part for part in streamed.texts)
 
 
 @pytest.mark.parametrize("name", SPELLED)
-def test_fr_10_openai(name: str, server: Server, reference: Reference) -> None:
+def test_fr_10_openai(name: str, kind: DrafterKind, server: Server, reference: Reference) -> None:
     """Red when the deltas of either OpenAI endpoint do not join to the whole answer."""
+    counter = RoundCounter(server)
+    assert_joined(name, server, reference)
+    assert kind == "random" or counter.since().correct_drafts > 0
+
+
+def assert_joined(name: str, server: Server, reference: Reference) -> None:
     common = {"max_tokens": 24, "ignore_eos": True}
     completion = {"prompt": SPELLED[name], **common}
     whole = openai(reference.server.url, "completions", completion)["choices"][0]["text"]
+    assert name not in SPANNING or not whole.isascii()
     deltas = [choice["text"] for choice in openai_stream(server.url, "completions", completion)]
     assert "".join(deltas) == whole
     assert REPLACEMENT in whole or not any(REPLACEMENT in delta for delta in deltas)
@@ -44,3 +57,21 @@ def test_fr_10_openai(name: str, server: Server, reference: Reference) -> None:
     answer = openai(reference.server.url, "chat/completions", chat)["choices"][0]["message"]
     chunks = openai_stream(server.url, "chat/completions", chat)
     assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == answer["content"]
+
+
+def test_fr_10_increments_of_three_tokens(
+    pool: ServerPool, spec_for: Any, reference: Reference
+) -> None:
+    """Red when a server that streams increments, three tokens at a time at least, loses a piece or
+    sends one twice, to /generate or over OpenAI, whose clients cannot ask for an interval."""
+    flags = ("--stream-interval", str(INTERVAL), "--incremental-streaming-output")
+    server = pool.get(spec_for("noisy", flags=flags))
+    counter = RoundCounter(server)
+    for name, text in SPELLED.items():
+        case = Request(encode(server.spec.model, text), {"max_new_tokens": 32, "ignore_eos": True})
+        texts, answer = stream_increments(server.url, case)
+        assert_same(reference, [case], [answer])
+        assert len(texts) <= 2 + 32 // INTERVAL
+        assert REPLACEMENT in answer.text or not any(REPLACEMENT in part for part in texts)
+        assert_joined(name, server, reference)
+    assert counter.since().correct_drafts > 0
