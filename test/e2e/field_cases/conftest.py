@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from harness.checkpoints import KINDS, DrafterKind
-from harness.server import Server, ServerPool
+from harness.checkpoints import KINDS, DrafterKind, make_broken, make_drafter
+from harness.server import Server, ServerPool, ServerSpec
 
 NUM_STEPS = 4
 CHUNK = 16
@@ -69,6 +69,16 @@ def last_server(server: Server, pool: ServerPool) -> Iterator[Server]:
 
 
 @pytest.fixture
-def serial_server(kind: DrafterKind, pool: ServerPool, spec_for: Any) -> Server:
-    """Without overlap, as the reference: SGLang's own penalties lag under it."""
-    return pool.get(spec_for(kind, flags=("--disable-overlap-schedule",)))
+def serial_server(kind: DrafterKind, target: Path, pool: ServerPool) -> Server:
+    """Without overlap, as the reference: SGLang's own penalties lag under it.
+
+    Its drafters are padded from the start, which the flag allows and which changes no draft.
+    """
+    padded = make_broken(make_drafter(kind, target), "padded")
+    spec = ServerSpec(
+        model=str(target),
+        drafter=str(padded),
+        flags=("--disable-overlap-schedule",),
+        settings=(("allow_padded_vocab", True),),
+    )
+    return pool.get(spec)
