@@ -332,26 +332,48 @@ def chat(server: Server, *, streamed: bool, **body: Any) -> tuple[str, str, str]
     return joined[0], joined[1], joined[2]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"tools": [TOOL], "tool_choice": "required"},
-        {"tools": [TOOL], "tool_choice": "auto"},
-        {"separate_reasoning": True},
-        {"separate_reasoning": False},
-    ],
-    ids=["required-tool", "auto-tool", "reasoning", "no-reasoning"],
+WORDS = "( [a-z]{1,7}){3}"
+THOUGHT = f"<think>{WORDS}</think>"
+CALL = (
+    r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "[A-Z][a-z]{1,9}"\}\}'
+    r"\n</tool_call>"
 )
-def test_parsers(server: Server, body: dict[str, Any]) -> None:
+NOT_BEFORE = {"chat_template_kwargs": {"enable_thinking": False}}
+"""A grammar begins behind the thought, unless none is expected; the parser knows a thought by its
+marks all the same."""
+
+
+@pytest.mark.parametrize(
+    ("body", "filled"),
+    [
+        ({"tools": [TOOL], "tool_choice": "required"}, ("arguments",)),
+        ({"tools": [TOOL], "tool_choice": "auto", "regex": CALL}, ("arguments",)),
+        (
+            {"tools": [TOOL], "tool_choice": "auto", "regex": THOUGHT + CALL},
+            ("reasoning", "arguments"),
+        ),
+        ({"separate_reasoning": True, "regex": THOUGHT + WORDS}, ("content", "reasoning")),
+        ({"separate_reasoning": False, "regex": THOUGHT + WORDS}, ("content",)),
+    ],
+    ids=["required-tool", "auto-tool", "reasoned-tool", "reasoning", "no-reasoning"],
+)
+def test_parsers(server: Server, body: dict[str, Any], filled: tuple[str, ...]) -> None:
     """Red when several tokens at once break a tool call or the split of reasoning.
 
     A parser may say other things of a stream than of the whole, so like is compared with like.
     """
+    constrained = NOT_BEFORE if "regex" in body else {}
+    before = server.ssd()["hits"]
     for streamed in (False, True):
-        want = chat(server, streamed=streamed, **body, **OPT_OUT)
-        assert chat(server, streamed=streamed, **body) == want
-        if body.get("tool_choice") == "required":
-            assert want[2].startswith("get_weather")
+        want = chat(server, streamed=streamed, **body, **constrained, **OPT_OUT)
+        assert chat(server, streamed=streamed, **body, **constrained) == want
+        parts = dict(zip(("content", "reasoning", "arguments"), want, strict=True))
+        assert all(parts[name].strip() for name in filled), parts
+        if "arguments" in filled:
+            assert parts["arguments"].startswith("get_weather{")
+        if "reasoning" not in filled:
+            assert not parts["reasoning"]
+    assert server.ssd()["hits"] > before
 
 
 def test_score(server: Server, reference: Reference) -> None:
