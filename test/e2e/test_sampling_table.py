@@ -181,7 +181,7 @@ def test_what_speculates(server: Server, reference: Reference, story: tuple[int,
     for name, answer in zip(cases, answers, strict=True):
         assert answer.num_correct_drafts > 0, f"{name} was decoded plainly"
     said = dict(zip(cases, answers, strict=True))
-    assert said["structural_tag"].text.startswith('<a>"')
+    assert said["structural_tag"].text.startswith("<a>")
     for want, have in zip(reference.answers(list(cases.values())), answers, strict=True):
         assert_same_logprobs(want, have)
 
