@@ -333,12 +333,13 @@ def chat(server: Server, *, streamed: bool, **body: Any) -> tuple[str, str, str]
 
 
 WORDS = "( [a-z]{1,7}){3}"
-THOUGHT = f"<think>{WORDS}</think>"
+THOUGHT_END = "</think>"
+THOUGHT = f"<think>{WORDS}{THOUGHT_END}"
 CALL = (
     r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": "[A-Z][a-z]{1,9}"\}\}'
     r"\n</tool_call>"
 )
-NOT_BEFORE = {"chat_template_kwargs": {"enable_thinking": False}}
+FROM_THE_START = {"chat_template_kwargs": {"enable_thinking": False}}
 """A grammar begins behind the thought, unless none is expected; the parser knows a thought by its
 marks all the same."""
 
@@ -362,7 +363,7 @@ def test_parsers(server: Server, body: dict[str, Any], filled: tuple[str, ...]) 
 
     A parser may say other things of a stream than of the whole, so like is compared with like.
     """
-    constrained = NOT_BEFORE if "regex" in body else {}
+    constrained = FROM_THE_START if "regex" in body else {}
     before = server.ssd()["hits"]
     for streamed in (False, True):
         want = chat(server, streamed=streamed, **body, **constrained, **OPT_OUT)
@@ -370,9 +371,10 @@ def test_parsers(server: Server, body: dict[str, Any], filled: tuple[str, ...]) 
         parts = dict(zip(("content", "reasoning", "arguments"), want, strict=True))
         assert all(parts[name].strip() for name in filled), parts
         if "arguments" in filled:
-            assert parts["arguments"].startswith("get_weather{")
-        if "reasoning" not in filled:
-            assert not parts["reasoning"]
+            call = 'get_weather{"city": "' if "regex" in body else "get_weather"
+            assert parts["arguments"].startswith(call)
+        if body.get("separate_reasoning") is False:
+            assert THOUGHT_END in parts["content"]
     assert server.ssd()["hits"] > before
 
 
