@@ -1,7 +1,8 @@
 """Every row of docs/sampling.md, walked: what speculates does, what is refused is refused by name.
 
-The table must name each field of SGLang's SamplingParams and GenerateReqInput, and each field must
-have an example here, so a field that a new SGLang brings turns this red until somebody decides.
+The table must name each field of SGLang's SamplingParams, of GenerateReqInput and of the requests
+to its OpenAI endpoints, and each field must have an example here, so a field that a new SGLang
+brings turns this red until somebody decides.
 """
 
 from __future__ import annotations
@@ -9,11 +10,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests as http
+from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+)
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -94,7 +101,6 @@ REFUSED: dict[str, Fields] = {
     "return_sampling_mask": {"return_sampling_mask": True},
     "sampling_logprobs_mode": {"sampling_logprobs_mode": "support"},
     "return_routed_experts": {"return_routed_experts": True},
-    "routed_experts_start_len": {"return_routed_experts": True, "routed_experts_start_len": 1},
     "return_indexer_topk": {"return_indexer_topk": True},
 }
 
@@ -108,10 +114,130 @@ ELSEWHERE = {
     "require_reasoning": "test_sampling_table.py",
     "max_thinking_tokens": "test_sampling_table.py",
     "input_embeds": "test_sampling_table.py",
+    "stream_options": "test_clients.py",
 }
 """Files whose tests send what needs another server, or another kind of test."""
 
-NEVER_SENT = {"positional_embed_overrides": "no client can send one: SGLang makes them itself"}
+WITHOUT_INFLUENCE: dict[str, Fields] = {
+    "routed_dp_rank": {"routed_dp_rank": 0},
+    "data_parallel_rank": {"data_parallel_rank": 0},
+    "routing_key": {"routing_key": "a"},
+    "routed_experts_start_len": {"routed_experts_start_len": 1},
+    "rid": {"rid": "table-of-parameters"},
+    "conversation_id": {"conversation_id": "a"},
+    "log_metrics": {"log_metrics": False},
+    "no_logs": {"no_logs": True},
+    "custom_labels": {"custom_labels": {"a": "b"}},
+    "background": {"background": True},
+    "priority": {"priority": 1},
+    "extra_key": {"extra_key": "a"},
+    "cache_salt": {"cache_salt": "a"},
+    "return_bytes": {"return_bytes": True},
+    "return_entropy": {"return_entropy": True},
+    "external_trace_header": {"external_trace_header": {"traceparent": "a"}},
+}
+"""Examples that get what they get of SGLang, with drafts if that is an answer."""
+
+OF_ABSENT_FEATURES: dict[str, Fields] = {
+    "lora_path": {"lora_path": "adapter"},
+    "watermark": {"watermark": {"enabled": True, "key": "a"}},
+    "image_data": {"image_data": ["nowhere.png"]},
+    "video_data": {"video_data": ["nowhere.mp4"]},
+    "audio_data": {"audio_data": ["nowhere.wav"]},
+    "use_audio_in_video": {"use_audio_in_video": True},
+    "video_config": {"video_config": {"fps": 1}},
+    "modalities": {"modalities": ["image"]},
+    "max_dynamic_patch": {"max_dynamic_patch": 4},
+    "min_dynamic_patch": {"min_dynamic_patch": 1},
+    "image_max_dynamic_patch": {"image_max_dynamic_patch": 4},
+    "video_max_dynamic_patch": {"video_max_dynamic_patch": 4},
+    "images_config": {"images_config": {"a": 1}},
+    "mm_processor_kwargs": {"mm_processor_kwargs": {"a": 1}},
+    "bootstrap_host": {"bootstrap_host": "127.0.0.1"},
+    "bootstrap_port": {"bootstrap_port": 1},
+    "bootstrap_room": {"bootstrap_room": 1},
+    "disagg_prefill_dp_rank": {"disagg_prefill_dp_rank": 0},
+}
+"""Examples that get what SGLang without the feature says to them."""
+
+_OWN = "SGLang sets it itself; what a client sends there breaks SGLang alone too"
+NEVER_SENT = {
+    "positional_embed_overrides": "no client can send one: SGLang makes them itself",
+    **dict.fromkeys(("stop_strs", "stop_regex_strs", "stop_str_max_len"), _OWN),
+    **dict.fromkeys(("stop_regex_max_len", "is_normalized", "ebnf_full_assistant"), _OWN),
+    **dict.fromkeys(("http_worker_ipc", "received_time", "kv_hints", "lora_id"), _OWN),
+    **dict.fromkeys(("mm_hashes", "mm_content_hashes", "need_wait_for_mm_inputs"), _OWN),
+    **dict.fromkeys(("num_items_assigned", "encoder_urls", "bootstrap_pair_key"), _OWN),
+    "decode_tp_size": _OWN,
+    **dict.fromkeys(
+        ("multi_item_delimiter_indices", "token_indices_to_pool"), "of scoring: test_operator.py"
+    ),
+}
+
+COMPLETIONS, CHAT, RESPONSES = "completions", "chat/completions", "responses"
+QUESTION = "Name three rivers of Europe."
+OPENAI_BODIES: dict[str, Fields] = {
+    COMPLETIONS: {"model": "any", "prompt": STORY, "max_tokens": NUM_TOKENS},
+    CHAT: {
+        "model": "any",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": NUM_TOKENS,
+    },
+    RESPONSES: {"input": QUESTION, "max_output_tokens": NUM_TOKENS},
+}
+OPENAI_MODELS = {
+    COMPLETIONS: CompletionRequest,
+    CHAT: ChatCompletionRequest,
+    RESPONSES: ResponsesRequest,
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "rivers",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+STARTED = [
+    {"role": "user", "content": QUESTION},
+    {"role": "assistant", "content": "The Danube, the"},
+]
+OPENAI: dict[str, tuple[Fields, ...]] = {
+    COMPLETIONS: (
+        {"echo": True},
+        {"suffix": " and so on"},
+        {"best_of": 2},
+        {"logprobs": 2},
+        {"min_tokens": 12, "user": "a"},
+        {"response_format": {"type": "json_object"}},
+        {"return_token_ids": True, "return_cached_tokens_details": True},
+        {"return_spec_tokens_details": True, "seed": 3},
+    ),
+    CHAT: (
+        {"logprobs": True, "top_logprobs": 2},
+        {"max_completion_tokens": 11, "max_tokens": None},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+        {"return_token_ids": True, "return_meta_info": True},
+        {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True},
+        {"reasoning_effort": "low"},
+        {"thinking": {"type": "adaptive"}, "task": "query"},
+        {"messages": STARTED, "continue_final_message": True},
+        {"separate_reasoning": False, "stream_reasoning": False},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ),
+    RESPONSES: (
+        {},
+        {"instructions": "Be brief.", "metadata": {"a": "b"}, "request_id": "resp_a"},
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        {"reasoning": {"effort": "low"}, "service_tier": "auto", "truncation": "disabled"},
+        {"store": False, "max_tool_calls": 1, "user": "a", "model": "any"},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5},
+        {"previous_response_id": "resp_of_nobody"},
+    ),
+}
+"""Examples that are answered as SGLang answers them; stream_options is in test_clients.py."""
 
 
 def table() -> dict[str, str]:
@@ -127,7 +253,8 @@ def table() -> dict[str, str]:
 
 def known_fields() -> set[str]:
     request = {field.name for field in dataclasses.fields(GenerateReqInput)}
-    return request | set(SamplingParams.__struct_fields__)
+    openai = {name for model in OPENAI_MODELS.values() for name in model.model_fields}
+    return request | set(SamplingParams.__struct_fields__) | openai
 
 
 def test_the_table_has_every_field_and_no_other() -> None:
@@ -137,13 +264,17 @@ def test_the_table_has_every_field_and_no_other() -> None:
 
 def test_every_verdict_has_an_example() -> None:
     """Red when a row is added without a proof."""
+    openai = {name for cases in OPENAI.values() for fields in cases for name in fields}
+    openai |= {name for body in OPENAI_BODIES.values() for name in body}
     shown = {
-        "speculates": {*PARAMS, *SAMPLED, *OPTIONS, *ELSEWHERE},
+        "speculates": {*PARAMS, *SAMPLED, *OPTIONS, *ELSEWHERE, *openai},
         "decodes plainly": {*ELSEWHERE, *NEVER_SENT},
         "HTTP 400": {*REFUSED},
+        "at start": {*OF_ABSENT_FEATURES, *NEVER_SENT, *openai},
+        "no influence": {*WITHOUT_INFLUENCE, *NEVER_SENT, *openai},
     }
     for name, verdict in table().items():
-        assert name in shown.get(verdict, {name}), f"{name}: {verdict}"
+        assert name in shown[verdict], f"{name}: {verdict}"
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -264,7 +395,72 @@ def test_what_is_refused(name: str, streamed: bool, server: Server, story: tuple
     else:
         assert reply.status_code == 400
         message = reply.json()["error"]["message"]
-    assert name.removesuffix("_start_len").removeprefix("routed_") in message
+    assert name in message
+    assert server.healthy()
+
+
+def test_what_has_no_influence_or_no_feature(
+    server: Server, reference: Reference, story: tuple[int, ...]
+) -> None:
+    """Red when a field that is SGLang's own affair is refused, changes tokens or costs drafts."""
+    examples = {**WITHOUT_INFLUENCE, **OF_ABSENT_FEATURES}
+    bodies = [
+        Request(story, {"max_new_tokens": NUM_TOKENS}, fields).body()
+        for fields in examples.values()
+    ]
+    want, have = (outcomes(one, bodies) for one in (reference.server, server))
+    for name, expected, got in zip(examples, want, have, strict=True):
+        assert got[:2] == expected[:2], name
+        assert got[0] != 200 or got[2] > 0, f"{name} was decoded plainly"
+    assert sum(status == 200 for status, *_ in have) > len(examples) / 2
+
+
+def outcomes(server: Server, bodies: list[Fields]) -> list[tuple[int, Any, int]]:
+    with ThreadPoolExecutor(6) as clients:
+        return list(clients.map(lambda body: outcome(server, "/generate", body), bodies))
+
+
+def outcome(server: Server, path: str, body: Fields) -> tuple[int, Any, int]:
+    """Status, what is said, and how many drafts were right."""
+    reply = http.post(f"{server.url}{path}", json=body, timeout=120)
+    said = reply.json()
+    if reply.status_code != 200:
+        error = said.get("message") or said["error"]
+        return reply.status_code, error["message"] if isinstance(error, dict) else error, 0
+    if path == "/generate":
+        meta = said["meta_info"]
+        told = said["output_ids"], said["text"], meta["finish_reason"]
+        return 200, told, meta.get("spec_num_correct_drafts", 0)
+    return 200, what_is_told(said), 0
+
+
+def what_is_told(said: Any) -> Any:
+    """An OpenAI answer without the names and times that are of one request alone."""
+    if "choices" in said:
+        return [choice_of(choice) for choice in said["choices"]], said["usage"]["completion_tokens"]
+    texts = [part["text"] for item in said["output"] for part in item.get("content") or ()]
+    return said["status"], texts, said["usage"]["output_tokens"]
+
+
+def choice_of(choice: Fields) -> tuple[Any, ...]:
+    message = choice.get("message") or {"content": choice.get("text")}
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    thought = message.get("reasoning_content")
+    return message["content"], thought, calls, choice.get("token_ids"), choice["finish_reason"]
+
+
+@pytest.mark.parametrize("path", OPENAI)
+def test_openai_fields(path: str, server: Server, reference: Reference) -> None:
+    """Red when a field of an OpenAI endpoint means something else under speculation."""
+    before = server.ssd()["correct_drafts"]
+    statuses = []
+    for fields in OPENAI[path]:
+        body = {"temperature": 0, **OPENAI_BODIES[path], **fields}
+        want, have = (outcome(one, f"/v1/{path}", body) for one in (reference.server, server))
+        assert have == want, fields
+        statuses.append(have[0])
+    assert statuses.count(200) > len(statuses) / 2, statuses
+    assert server.ssd()["correct_drafts"] > before
     assert server.healthy()
 
 
