@@ -33,6 +33,7 @@ def test_each_asker_is_told_of_his_own_reload(monkeypatch: pytest.MonkeyPatch) -
         link=link,
         state="ready",
         num_live=0,
+        num_restarts=0,
         deadline_s=0.5,
         transport_stats=None,
         look=lambda: None,
