@@ -196,13 +196,14 @@ def test_to_the_end_of_the_pool(
     flags = ("--context-length", str(CONTEXT), "--max-total-tokens", str(CONTEXT))
     plain = Reference(reference_pool, ServerSpec(model=str(target), flags=flags))
     server = pool.get(spec_for("self", num_steps=NUM_STEPS, flags=flags))
-    params = {"max_new_tokens": 60, "ignore_eos": True}
-    prompts = [long_prompt(server, CONTEXT - room) for room in (6, 7, 12, 24, 25, 40)]
-    cases = [Request(prompt, params) for prompt in prompts]
+    cases = [
+        Request(long_prompt(server, CONTEXT - room), {"max_new_tokens": room, "ignore_eos": True})
+        for room in (7, 8, 12, 24, 25, 40)
+    ]
     answers = [generate(server.url, case) for case in cases]
     assert_same(plain, cases, answers)
-    assert [len(answer.output_ids) for answer in answers] == [4, 5, 10, 22, 23, 38]
-    too_long = Request(long_prompt(server, CONTEXT - 5), params).body()
+    assert [len(answer.output_ids) for answer in answers] == [5, 6, 10, 22, 23, 38]
+    too_long = Request(long_prompt(server, CONTEXT - 6), {"max_new_tokens": 6}).body()
     refused = [
         http.post(f"{one.url}/generate", json=too_long, timeout=120)
         for one in (server, plain.server)
