@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from sglang.srt import runtime_context
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
@@ -106,9 +107,7 @@ class SsdAlgorithm(CustomSpecAlgo):
 
 def is_ssd() -> bool:
     """Whether this process is of a server that runs SSD; our hooks are in every other one too."""
-    from sglang.srt.runtime_context import get_spec
-
-    return bool(get_spec().speculative_algorithm == ALGORITHM)
+    return bool(runtime_context.get_spec().speculative_algorithm == ALGORITHM)
 
 
 def register() -> None:
