@@ -38,19 +38,20 @@ LIMITS = (
     *("--chunked-prefill-size", "32"),
     "--enable-priority-scheduling",
 )
-PENALTIES = {"frequency_penalty": 0.5, "presence_penalty": 0.3, "repetition_penalty": 1.2}
+PENALTIES = {"frequency_penalty": 0.5, "presence_penalty": 0.3}
 DRAWN = {"temperature": 0.9, "top_p": 0.95}
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [28, 260]}
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "penalties": (PENALTIES, {}),
+    "repetition": ({"repetition_penalty": 1.2}, {}),
     "shortest and bias": ({"min_new_tokens": 50, "logit_bias": {"28": -4.0, "260": 1.5}}, {}),
     "regex": ({"regex": "( [a-z]+){30,}"}, {}),
     "logprobs": ({}, LOGPROBS),
     "penalised logprobs": (PENALTIES, LOGPROBS),
     "hidden states": ({}, {"return_hidden_states": True}),
     "drawn": (DRAWN, {}),
-    "drawn with penalties": (DRAWN | PENALTIES, {}),
+    "drawn with penalties": (DRAWN | PENALTIES | {"repetition_penalty": 1.2}, {}),
 }
 """Sampling parameters and other fields of what is retracted, each by its name."""
 MAX_PASSES = 12

@@ -194,8 +194,7 @@ class Load:
             return float("inf")  # the text or the reason of the end
         if case.params.get("temperature"):
             return draw_gap(server, case, expected, answer)
-        prompt = [int(token) for token in case.prompt]
-        divergence = find_divergence(server, number, prompt, expected, answer)
+        divergence = find_divergence(server, number, case, expected, answer)
         return divergence.gap if divergence is not None else 0.0
 
 

@@ -65,8 +65,11 @@ def test_fr_18_ruled(kind: DrafterKind, serial_server: Server, reference: Refere
     """Red when a row's logprobs are of before its penalties or its grammar's mask, or of those of
     another row."""
     story = encode(serial_server.spec.model, STORY)
-    penalties = {"frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.2}
-    rules: tuple[dict[str, Any], ...] = (penalties, {"regex": "( [a-z]+){9,}"})
+    rules: tuple[dict[str, Any], ...] = (
+        {"frequency_penalty": 0.6, "presence_penalty": 0.3},
+        {"repetition_penalty": 1.2},
+        {"regex": "( [a-z]+){9,}"},
+    )
     cases = [Request(story, {"max_new_tokens": 24, **rule}, ALL) for rule in rules]
     answers = generate_all(serial_server.url, cases)
     assert_same(reference, cases, answers)
