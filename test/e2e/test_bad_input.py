@@ -9,12 +9,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from harness.checkpoints import make_multimodal
+from harness.checkpoints import make_multimodal, make_recurrent
 from harness.support import STATES, SupportRow, support_rows
 from sglang_ssd.config import SsdConfig, flag_name
 from sglang_ssd.platform.affinity import format_cores
@@ -249,7 +250,16 @@ def argv_of(flags: Sequence[str], target: Path) -> list[str]:
     argv += ["--speculative-algorithm", "SSD"]
     if "NONE" not in flags:
         argv += ["--speculative-draft-model-path", str(target), *flags]
-    return [str(make_multimodal(target)) if word == "MULTIMODAL" else word for word in argv]
+    return [with_path(word, target) for word in argv]
+
+
+def with_path(text: str, target: Path) -> str:
+    """The checkpoints that docs/support.md names in capitals."""
+    made = {"MULTIMODAL": make_multimodal, "RECURRENT": make_recurrent}
+    for name, make in made.items():
+        if name in text:
+            text = text.replace(name, str(make(target)))
+    return text
 
 
 def our_message(*lines: str) -> str:
@@ -317,7 +327,7 @@ def test_every_row_of_the_support_table(
     if row.state == "supported":
         assert said is None
         return
-    message = row.shown.replace("MULTIMODAL", str(make_multimodal(target)))
+    message = with_path(row.shown, target)
     expected = our_message(message) if row.state == "refused" else f"ValueError: {message}"
     assert said == expected
 
@@ -331,6 +341,29 @@ def test_every_value_that_is_not_served_is_tried() -> None:
     tried = {line.split(" ")[0] for line in said}
     for field in (*ALLOWED_VALUES, *ALLOWED_ON_CPU):
         assert "--" + field.replace("_", "-") in tried
+
+
+def test_on_a_gpu_what_would_answer_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a GPU's default attention or its graphs get a verify that they misread."""
+    from sglang_ssd.platform import cpu
+    from sglang_ssd.target import algorithm
+
+    monkeypatch.setattr(cpu, "is_selected", lambda: False)
+    fields = {field: allowed for field, (allowed, _) in algorithm.ALLOWED_VALUES.items()}
+
+    def reasons(attention_backend: str | None, disable_decode_cuda_graph: bool) -> list[str]:
+        args = SimpleNamespace(
+            **fields,
+            attention_backend=attention_backend,
+            disable_decode_cuda_graph=disable_decode_cuda_graph,
+        )
+        return algorithm._value_reasons(args)  # type: ignore[arg-type]
+
+    assert reasons("triton", True) == []
+    assert reasons(None, False) == [
+        "--attention-backend None: must be triton on a GPU",
+        "--disable-decode-cuda-graph False: must be given on a GPU",
+    ]
 
 
 def test_unchecked_rows_are_not_refused_elsewhere() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 import requests as http
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
+from harness.client import Request, generate, generate_all
 from harness.server import Server, ServerPool
 
 NOT_SERVED = "not served with --speculative-algorithm SSD"
@@ -61,6 +63,22 @@ CASES = (
 @pytest.fixture(scope="module")
 def server(pool: ServerPool, spec_for: Any) -> Server:
     return pool.get(spec_for("self"))
+
+
+def test_an_empty_processor_is_none(server: Server) -> None:
+    """Red when the text that SGLang takes for no processor ends the server, alone or in a batch."""
+    texts = ["", DisallowedTokensLogitsProcessor.to_str(), ""]
+    cases = [
+        Request(
+            "Hello",
+            {"max_new_tokens": 6, "custom_params": {"token_ids": [28]}},
+            {"custom_logit_processor": text},
+        )
+        for text in texts
+    ]
+    first, _, last = generate_all(server.url, cases, concurrency=3)
+    assert first.same_as(last)
+    assert first.same_as(generate(server.url, Request("Hello", {"max_new_tokens": 6})))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

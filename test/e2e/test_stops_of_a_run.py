@@ -111,7 +111,8 @@ def constrained_request(num_tokens: int) -> Req:
 def test_a_grammar_ends_a_run_where_plain_decode_ends(
     num_tokens: int, run_len: int, speculating: None
 ) -> None:
-    """Red when a request that ignores EOS ends with its grammar, not a token later as SGLang's."""
+    """Red when a request that ignores EOS ends with its grammar, not a token later as SGLang's, or
+    with another token than the one behind it."""
     update = getattr(Req.update_finish_state, "__wrapped__", Req.update_finish_state)
     processor, tokens = SchedulerBatchResultProcessor, list(range(30))
     accept = getattr(
@@ -124,15 +125,37 @@ def test_a_grammar_ends_a_run_where_plain_decode_ends(
         update(plain, 1)
         accept(None, plain, token)
     by_runs = constrained_request(num_tokens)
-    while not by_runs.finished():
-        start = len(by_runs.output_ids)
+    for start in range(0, 20, run_len):  # the target goes on behind its whole run
         run = tokens[start : start + run_len]
-        request_hooks.note_grammars_end(None, by_runs, run)
-        retained = accept(None, by_runs, run)
-        by_runs.output_ids.extend(retained)
-        request_hooks.end_where_plain_decode_ends(update, by_runs, len(retained))
+        kept = request_hooks.keep_the_token_behind_a_grammars_end(accept, None, by_runs, run)
+        by_runs.output_ids.extend(kept)
+        request_hooks.end_where_plain_decode_ends(update, by_runs, len(kept))
+        if by_runs.finished():
+            break
     assert by_runs.output_ids == plain.output_ids == array("q", tokens[: num_tokens + 1])
     assert by_runs.finished_reason.to_json() == plain.finished_reason.to_json()
+
+
+def test_a_prefill_ends_a_request_whose_grammar_had_ended(speculating: None) -> None:
+    """Red when a request that was retracted at its grammar's end goes on by a token too many."""
+    update = getattr(Req.update_finish_state, "__wrapped__", Req.update_finish_state)
+    req = constrained_request(num_tokens=1)
+    kept = request_hooks.keep_the_token_behind_a_grammars_end(
+        getattr(
+            SchedulerBatchResultProcessor._accept_grammar_tokens,
+            "__wrapped__",
+            SchedulerBatchResultProcessor._accept_grammar_tokens,
+        ),
+        None,
+        req,
+        [5],
+    )
+    req.output_ids.extend(kept)
+    request_hooks.end_where_plain_decode_ends(update, req, 1)
+    assert not req.finished()
+    req.output_ids.append(6)  # of the prefill; the grammar takes it later
+    request_hooks.end_where_plain_decode_ends(update, req, 1)
+    assert req.finished_reason.to_json() == {"type": "stop", "matched": 6}
 
 
 @pytest.mark.parametrize("run_len", [1, 2, 5])

@@ -50,6 +50,7 @@ from sglang_ssd.wire.messages import DrafterStatus, SpeculateReply, StatusReques
 from sglang_ssd.wire.transport import TargetSocket
 
 IN_FLIGHT = 8
+NUM_CASES = 2 * IN_FLIGHT + 1
 NUM_STEPS = 4
 DEADLINE_MS = 300
 HITS_RETURN_S = 2.0
@@ -294,10 +295,10 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def make_cases(model: str) -> list[Request]:
+def make_cases(model: str, num_cases: int = NUM_CASES) -> list[Request]:
     """Greedy and sampled, of several lengths; seeds make the sampled ones the same every time."""
     cases = []
-    for index, prompt in enumerate(load_prompts(model, 2 * IN_FLIGHT + 1)):
+    for index, prompt in enumerate(load_prompts(model, num_cases)):
         params: dict[str, Any] = {"max_new_tokens": 48 + 16 * (index % 3), "ignore_eos": True}
         if index % 3 == 2:
             params |= {"temperature": 0.8, "top_k": 40, "sampling_seed": index}
@@ -406,14 +407,14 @@ def served(model: str, folder: Path, table: Path) -> Iterator[tuple[Server, Faul
         drafter.supervisor.stop()
 
 
-def run(model: str, num_faults: int, seed: int) -> Result:
+def run(model: str, num_faults: int, seed: int, num_cases: int = NUM_CASES) -> Result:
     """Without faults once, to learn the answers; then with them."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         table = folder / "table.json"
         table.write_text("[]")
         with served(model, folder, table) as (server, proxy, drafter):
-            cases = make_cases(model)
+            cases = make_cases(model, num_cases)
             expected = generate_all(server.url, cases, concurrency=IN_FLIGHT)
             table.write_text(json.dumps(_sequences(cases, expected)))
             chaos = Chaos(lambda: hits_of(server), proxy, drafter, seed)

@@ -82,6 +82,24 @@ def make_short_context(target: Path, context: int) -> Path:
     return _written_once(f"{target.name}-context-{context}", write)
 
 
+def make_recurrent(target: Path) -> Path:
+    """A target with Mamba layers, as far as its config tells; it has no weights."""
+
+    def write(path: Path) -> None:
+        _copy_small(target, path)
+        given = json.loads((path / "config.json").read_text())
+        config = {
+            "architectures": ["FalconMambaForCausalLM"],
+            "model_type": "falcon_mamba",
+            "hidden_size": 64,
+            "num_hidden_layers": 2,
+            "vocab_size": given["vocab_size"],
+        }
+        (path / "config.json").write_text(json.dumps(config, indent=2))
+
+    return _written_once(f"{target.name}-recurrent", write)
+
+
 def make_multimodal(target: Path) -> Path:
     """A target that sees images, as far as its config tells; it has no weights."""
 

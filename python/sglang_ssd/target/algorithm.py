@@ -71,6 +71,13 @@ ALLOWED_ON_CPU: dict[str, tuple[object, str]] = {
 }
 """What our CPU platform serves with one value only; on a GPU these are SGLang's own matter."""
 
+NEEDED_ON_GPU: dict[str, tuple[object, str]] = {
+    "attention_backend": ("triton", "must be triton on a GPU"),
+    "disable_decode_cuda_graph": (True, "must be given on a GPU"),
+}
+"""A verify is as wide as its longest chain of drafts. SGLang's other backends read the full width
+in its place, and its graphs know none of a plugin's verify."""
+
 
 class SsdAlgorithm(CustomSpecAlgo):
     """Adds what SGLang's scheduler asks of every algorithm but its base for plugins lacks."""
@@ -249,6 +256,10 @@ def _value_reasons(server_args: ServerArgs) -> list[str]:
         value = getattr(server_args, field)
         if value is not None and value != allowed:
             reasons.append(f"{_flag(field)} {value}: {words}")
+    for field, (needed, words) in ({} if cpu.is_selected() else NEEDED_ON_GPU).items():
+        value = getattr(server_args, field)
+        if value != needed:
+            reasons.append(f"{_flag(field)} {value}: {words}")
     return reasons
 
 
@@ -268,6 +279,7 @@ def _foreign_flag_reasons(server_args: ServerArgs) -> list[str]:
 
 def _model_reasons(server_args: ServerArgs, config: SsdConfig) -> list[str]:
     from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
 
     reasons = []
     starts_drafter = config.mode != "off" and config.endpoint is None
@@ -276,10 +288,12 @@ def _model_reasons(server_args: ServerArgs, config: SsdConfig) -> list[str]:
             "--speculative-draft-model-path: missing; name a draft model with the target's "
             "vocabulary, or --ssd-endpoint of a running drafter, or --ssd-mode off"
         )
-    if model_config_of(server_args).is_multimodal:
-        reasons.append(
-            f"--model-path {server_args.model_path}: a multimodal model; must be text only"
-        )
+    model_config = model_config_of(server_args)
+    model = f"--model-path {server_args.model_path}"
+    if model_config.is_multimodal:
+        reasons.append(f"{model}: a multimodal model; must be text only")
+    if mambaish_config(model_config) is not None:  # a verify leaves its state where it was
+        reasons.append(f"{model}: a model with recurrent state; must have attention alone")
     return reasons
 
 

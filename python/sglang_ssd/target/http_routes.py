@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import GetInternalStateReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_ssd.config import load_config
+from sglang_ssd.target.algorithm import is_ssd
 from sglang_ssd.target.reload import ReloadRequest, is_superseded
 
 RELOAD_PREFIX = "ssd-reload:"
@@ -37,6 +38,8 @@ _EXCHANGE_S = 15.0
 
 def add_routes(result: None, manager: Any, *args: Any, **kwargs: Any) -> None:
     """After TokenizerManager.__init__: the HTTP process is the one that has SGLang's app."""
+    if not is_ssd():
+        return
     module = sys.modules.get(_HTTP_SERVER)
     if module is not None and not any(_is_ours(route) for route in module.app.routes):
         _add_to(module.app, manager)

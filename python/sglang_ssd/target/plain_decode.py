@@ -27,7 +27,7 @@ class RequestView(Protocol):
     """The fields of SGLang's Req that decide."""
 
     sampling_params: SamplingParamsView
-    custom_logit_processor: str | None
+    custom_logit_processor: str | None  # an empty one is none, as in SGLang
     grammar: BaseGrammarObject | None
     input_embeds: Any
     positional_embed_overrides: Any
@@ -40,7 +40,7 @@ def needs_plain_decode(req: RequestView) -> bool:
     """
     processor, grammar = req.custom_logit_processor, req.grammar
     return (
-        (processor is not None and not _is_known_function(processor))
+        (bool(processor) and not _is_known_function(processor))
         or (grammar is not None and not can_roll_back(grammar))
         or req.input_embeds is not None
         or req.positional_embed_overrides is not None

@@ -42,6 +42,8 @@ def refuse_unserved_parameters(manager: Any, obj: Any, *args: Any, **kwargs: Any
     """Raises ValueError with every parameter of this request that is not served."""
     if not is_ssd():
         return
+    if not obj.custom_logit_processor:
+        obj.custom_logit_processor = None  # SGLang reads an empty one beside another's real one
     fields = vars(obj)
     if not get_exec().features.enable_custom_logit_processor:
         # SGLang has refused those already; a text that is not asked for is never unpickled here.
@@ -90,9 +92,14 @@ def _stop_token_reasons(params: Mapping[str, Any], vocab_size: int) -> list[str]
     """SGLang indexes by the stop ids of a request with min_new_tokens, and ends itself by ids that
     are none; the vocabulary's size alone is harmless to it."""
     min_new_tokens, stops = params.get("min_new_tokens"), params.get("stop_token_ids")
-    if not (isinstance(min_new_tokens, int) and min_new_tokens > 0 and isinstance(stops, list)):
+    if not (isinstance(min_new_tokens, int | float) and min_new_tokens > 0):
         return []
-    wrong = [stop for stop in stops if isinstance(stop, int) and not 0 <= stop <= vocab_size]
+    if not isinstance(stops, list):
+        return []
+    try:
+        wrong = [stop for stop in stops if not 0 <= int(stop) <= vocab_size]
+    except (TypeError, ValueError, OverflowError):
+        return []  # SGLang converts them likewise, and says what it cannot
     if not wrong:
         return []
     return [f"stop_token_ids {wrong}: must be 0 to {vocab_size - 1} where min_new_tokens is given"]

@@ -36,8 +36,8 @@ def register_hooks() -> None:
     HookRegistry.register(
         f"{managers}.scheduler_components.batch_result_processor"
         ".SchedulerBatchResultProcessor._accept_grammar_tokens",
-        note_grammars_end,
-        HookType.BEFORE,
+        keep_the_token_behind_a_grammars_end,
+        HookType.AROUND,
     )
     HookRegistry.register(
         f"{managers}.scheduler_components.weight_updater"
@@ -74,10 +74,24 @@ def hold_back_half_characters(printable: str, text: str) -> str | None:
     return text.rstrip("\ufffd")
 
 
-def note_grammars_end(processor: Any, req: Any, tokens: int | list[int]) -> None:
-    """Before a run is accepted by a request's grammar: whether that was at its end already."""
-    if is_ssd():
-        req.ssd_grammar_had_ended = req.grammar.is_terminated()
+def keep_the_token_behind_a_grammars_end(
+    accept: Callable[..., list[int]], processor: Any, req: Any, tokens: int | list[int]
+) -> list[int]:
+    """What a request keeps of a run, and for the end of it, whether its grammar had ended before
+    the last token that it keeps.
+
+    Plain decode looks for the end before the grammar takes the token, so one token follows; the
+    target chose it freely, as it would have. SGLang drops what follows in a run.
+    """
+    if not is_ssd():
+        return accept(processor, req, tokens)
+    had_ended = req.grammar.is_terminated()
+    kept = accept(processor, req, tokens)
+    if not had_ended and isinstance(tokens, list) and req.grammar.is_terminated():
+        had_ended = len(kept) < len(tokens)
+        kept = tokens[: len(kept) + 1]
+    req.ssd_grammar_had_ended = had_ended
+    return kept
 
 
 def end_where_plain_decode_ends(
@@ -86,14 +100,13 @@ def end_where_plain_decode_ends(
     """A run ends its request where its tokens one by one would have ended it.
 
     Plain decode looks for stops after every token; SGLang looks for one stop string after the
-    other, then regexes, then tokens, each in the whole run. Plain decode looks before the grammar
-    takes the token, so that one at its end ends the request a token later; here the grammar has
-    taken the run.
+    other, then regexes, then tokens, each in the whole run. A grammar that has taken the run is
+    looked at only if it had ended before; after a prefill it has not taken the token yet.
     """
     if not is_ssd():
         return update(req, new_accepted_len)
     params, grammar = req.sampling_params, req.grammar
-    if not getattr(req, "ssd_grammar_had_ended", False):
+    if not req.__dict__.pop("ssd_grammar_had_ended", True):
         req.grammar = None
     try:
         if new_accepted_len > 1 and (params.stop_strs or params.stop_regex_strs):

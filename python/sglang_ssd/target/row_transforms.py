@@ -47,7 +47,7 @@ class RowTransforms:
     def start(self, reqs: Sequence[Req]) -> None:
         """These requests are prefilled now."""
         for req in reqs:
-            if req.custom_logit_processor is not None or is_penalised(req.sampling_params):
+            if req.custom_logit_processor or is_penalised(req.sampling_params):
                 self._outputs[req] = OutputHistory(req.output_ids)
 
     def extend(self, reqs: Sequence[Req], new_tokens: Sequence[Sequence[int]]) -> None:

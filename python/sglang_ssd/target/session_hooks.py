@@ -32,7 +32,8 @@ def forget_behind_the_end(session: Any, *args: Any, **kwargs: Any) -> None:
     if not is_ssd():
         return
     for node in session.req_nodes.values():
-        if node.req.finished():
+        end = node.req.finished_len
+        if end is not None and end < len(node.req.output_ids):
             node.req.output_ids = node.req.output_ids_through_stop
 
 

@@ -72,6 +72,9 @@ class SSDWorker(BaseSpecWorker):
         self._config = load_config()
         self._device = get_device().device
         self._num_steps: int = get_spec().speculative_num_steps
+        # Of a round at the context's end: what lies behind it is never committed, and models with
+        # learned positions have none there.
+        self._last_position: int = target_worker.model_config.context_len - 1
         self._tp_group = get_parallel().tp_group
         self._is_first_rank = self._tp_group.rank_in_group == 0
         self._tracer = Tracer(self._config.trace if self._is_first_rank else None, "target")
@@ -215,7 +218,7 @@ class SSDWorker(BaseSpecWorker):
         rows = batch.req_to_token_pool.req_to_token[batch.req_pool_indices[:, None], places]
         verify = SSDVerifyInput(
             verify_tokens=tokens,
-            positions=places.reshape(-1).to(torch.int64),
+            positions=places.reshape(-1).clamp(max=self._last_position).to(torch.int64),
             capture_hidden_mode=(
                 CaptureHiddenMode.FULL if batch.return_hidden_states else CaptureHiddenMode.NULL
             ),
