@@ -4,6 +4,8 @@
 
 wire: one process commits B rows over ipc:// or tcp:// loopback, another answers at once with K
 drafts a row; the time is that of send and receive with encoding and all checks on both sides.
+bare: the same frames over bare sockets of the same kinds, returned unread: what ZMQ and the machine
+take of it.
 host: what the target's DraftClient adds to a round when the drafts are already there, as after a
 hit: the commit that goes out and the collect that finds the reply in the socket.
 """
@@ -11,22 +13,26 @@ hit: the commit that goes out and the collect that finds the reply in the socket
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import Any
 
 import msgspec
 import numpy as np
+import zmq
 from tqdm import tqdm
 
 from report import add_out_flag, finish, print_table, warn_if_busy
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.reply_deadline import ReplyDeadline
+from sglang_ssd.wire.frames import encode
 from sglang_ssd.wire.messages import (
     SCHEMA_VERSION,
     DraftClose,
@@ -41,6 +47,7 @@ from sglang_ssd.wire.transport import DrafterSocket, TargetSocket
 VOCAB_SIZE = 151936
 PROMPT_TOKENS = 512
 WARM_UP_ROUNDS = 200
+PARTS = ("wire", "bare", "host")
 HELLO = Hello(
     schema_version=SCHEMA_VERSION,
     target_id="bench",
@@ -71,6 +78,7 @@ class Row(msgspec.Struct, frozen=True):
     transport: str
     num_rows: int
     wire: Times
+    bare: Times
     host: Times
 
 
@@ -90,6 +98,17 @@ def answer_at_once(endpoint: str, num_steps: int, bound: Connection, core: int |
                 case DraftClose(close_all=True):
                     socket.close()
                     return
+
+
+def return_at_once(endpoint: str, bound: Connection, core: int | None) -> None:
+    """The other process of a bare exchange. Ends with an empty request."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(endpoint)
+        bound.send(socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        while (frames := socket.recv_multipart())[1:] != [b""]:
+            socket.send_multipart(frames)
 
 
 def _reply(commit: VerifyCommit, num_steps: int) -> SpeculateReply:
@@ -113,24 +132,34 @@ def _drafts(commit: VerifyCommit, num_steps: int) -> list[int]:
 
 
 @contextmanager
-def drafter(kind: str, num_steps: int, core: int | None) -> Iterator[TargetSocket]:
-    """The answering process, and a socket connected to it."""
+def other_process(kind: str, serve: Callable[..., None], *args: Any) -> Iterator[str]:
+    """Its endpoint; told to end by what follows, it is ended if it does not."""
     with tempfile.TemporaryDirectory(prefix="sglang-ssd-bench-") as directory:
         endpoint = f"ipc://{directory}/wire" if kind == "ipc" else "tcp://127.0.0.1:0"
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(
-            target=answer_at_once, args=(endpoint, num_steps, theirs, core), daemon=True
+            target=serve, args=(endpoint, *args[:-1], theirs, args[-1]), daemon=True
         )
         process.start()
-        socket = TargetSocket(ours.recv())
+        try:
+            yield ours.recv()
+            process.join(5)
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def drafter(kind: str, num_steps: int, core: int | None) -> Iterator[TargetSocket]:
+    """A socket connected to the answering process."""
+    with other_process(kind, answer_at_once, num_steps, core) as endpoint:
+        socket = TargetSocket(endpoint)
         try:
             _say_hello(socket)
             yield socket
-        finally:
             socket.send(DraftClose(rids=[], generations=[], close_all=True))
-            process.join(5)
+            time.sleep(0.1)  # the close of a socket drops what it has not sent
+        finally:
             socket.close()
-            process.terminate()
 
 
 def _say_hello(socket: TargetSocket) -> None:
@@ -143,17 +172,34 @@ def _say_hello(socket: TargetSocket) -> None:
     raise RuntimeError("the answering process did not come up within 30 s")
 
 
-def measure_wire(
-    socket: TargetSocket, *, num_rows: int, num_rounds: int, num_steps: int, seed: int
-) -> Times:
-    """Request-reply of whole batches, back to back."""
+def measure_bare(kind: str, *, num_rows: int, num_rounds: int, args: argparse.Namespace) -> Times:
+    """Request-reply of one batch's frames, back to back."""
+    commit, ids = next(make_commits(num_rows, args.num_steps, args.seed))
+    frames, elapsed = encode(commit, [ids]), []
+    with (
+        other_process(kind, return_at_once, args.drafter_core) as endpoint,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as socket,
+    ):
+        socket.connect(endpoint)
+        for _ in range(WARM_UP_ROUNDS + num_rounds):
+            start = time.perf_counter_ns()
+            socket.send_multipart(frames)
+            socket.recv_multipart()
+            elapsed.append(time.perf_counter_ns() - start)
+        socket.send(b"")
+    return _percentiles(elapsed[WARM_UP_ROUNDS:])
+
+
+def make_commits(
+    num_rows: int, num_steps: int, seed: int
+) -> Iterator[tuple[VerifyCommit, list[int]]]:
+    """One a round, without end."""
     rng = random.Random(seed)
     rids = [f"{rng.getrandbits(128):032x}" for _ in range(num_rows)]  # as long as SGLang's
     num_tokens = [3] * num_rows
     ids = [rng.randrange(VOCAB_SIZE) for _ in range(sum(num_tokens))]
-    elapsed = []
-    for index in range(WARM_UP_ROUNDS + num_rounds):
-        start = time.perf_counter_ns()
+    for index in itertools.count():
         commit = VerifyCommit(
             round_id=index,
             rids=rids,
@@ -162,6 +208,17 @@ def measure_wire(
             num_verified_drafts=[num_steps] * num_rows,
             num_tokens=num_tokens,
         )
+        yield commit, ids
+
+
+def measure_wire(
+    socket: TargetSocket, *, num_rows: int, num_rounds: int, num_steps: int, seed: int
+) -> Times:
+    """Request-reply of whole batches, back to back."""
+    commits, elapsed = make_commits(num_rows, num_steps, seed), []
+    for index in range(WARM_UP_ROUNDS + num_rounds):
+        start = time.perf_counter_ns()
+        commit, ids = next(commits)
         socket.send(commit, [ids])
         received = socket.receive(5.0)
         elapsed.append(time.perf_counter_ns() - start)
@@ -213,6 +270,7 @@ def measure(transport: str, socket: TargetSocket, num_rows: int, args: argparse.
             num_steps=args.num_steps,
             seed=args.seed,
         ),
+        bare=measure_bare(transport, num_rows=num_rows, num_rounds=args.rounds, args=args),
         host=measure_host(
             socket,
             num_rows=num_rows,
@@ -259,9 +317,12 @@ def main() -> None:
                     rows.append(measure(transport, socket, num_rows, args))
                     progress.update()
     print_table(
-        ["transport", "rows", "wire p50 us", "wire p99 us", "host p50 us", "host p99 us"],
+        ["transport", "rows", *(f"{what} {p} us" for what in PARTS for p in ("p50", "p99"))],
         [
-            [row.transport, row.num_rows, row.wire.p50, row.wire.p99, row.host.p50, row.host.p99]
+            [
+                *(row.transport, row.num_rows),
+                *(getattr(getattr(row, what), p) for what in PARTS for p in ("p50", "p99")),
+            ]
             for row in rows
         ],
     )

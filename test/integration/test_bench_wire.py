@@ -27,4 +27,5 @@ def test_it_measures_both_transports_and_leaves_a_result(
         *(("tcp", 1), ("tcp", 3)),
     ]
     assert all(0 < row["wire"]["p50"] <= row["wire"]["p99"] for row in printed["rows"])
+    assert all(0 < row["bare"]["p50"] <= row["bare"]["p99"] for row in printed["rows"])
     assert all(0 < row["host"]["p50"] <= row["host"]["p99"] for row in printed["rows"])
