@@ -420,6 +420,7 @@ def test_launcher_refuses_its_own_flags_with_everything_else(target: Path) -> No
     ]
 
 
+@pytest.mark.slow  # every one imports SGLang anew
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -428,11 +429,10 @@ def test_launcher_refuses_its_own_flags_with_everything_else(target: Path) -> No
             "--ssd-backup, --ssd-lease-s: mean something only with --speculative-algorithm SSD "
             "(given: None)",
         ),
-        pytest.param(
+        (
             ["--ssd-target-cores", "0-9999"],
             "--ssd-target-cores '0-9999': no core {missing_cores} here; this process may use "
             "{lent_cores}",
-            marks=pytest.mark.slow,  # every one imports SGLang anew
         ),
     ],
 )
@@ -454,6 +454,7 @@ def test_launcher_refuses_a_foreign_platform(target: Path) -> None:
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_launcher_help_states_defaults_and_ranges() -> None:
     """Red when a config field has no flag, or its help no default."""
     run = launch(["--help"])
