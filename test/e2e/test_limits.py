@@ -1,7 +1,6 @@
 """A server at its limits: K = 16, a short context, few rows, forced retraction, preemption.
 
-SGLANG_TEST_RETRACT retracts running requests every few forwards on the first server; that of the
-preemption is another, where every retraction is one.
+SGLANG_TEST_RETRACT retracts running requests every few forwards on a server of its own.
 """
 
 from __future__ import annotations
@@ -61,13 +60,14 @@ MAX_HIDDEN_DIFFERENCE = 1e-3
 
 @pytest.fixture
 def server(pool: ServerPool, spec_for: Any) -> Server:
-    return pool.get(retracting(spec_for))
+    return pool.get(spec_for("self", num_steps=NUM_STEPS, flags=LIMITS))
 
 
 def retracting(spec_for: Any) -> ServerSpec:
-    env = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "4"))
+    """A K with which there are rounds enough to be retracted between."""
+    env = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "5"))
     flags = (*LIMITS, "--enable-return-hidden-states")
-    spec: ServerSpec = spec_for("self", num_steps=NUM_STEPS, flags=flags, env=env)
+    spec: ServerSpec = spec_for("self", num_steps=4, flags=flags, env=env)
     return spec
 
 
