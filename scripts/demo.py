@@ -1,7 +1,6 @@
 """Set up everything, serve the demo model with SSD on, and stop it all on Ctrl-C.
 
-Until a trained head exists the drafter is the target's own model in bfloat16: that shows the
-mechanism, not speed.
+The drafter is the target's own model in bfloat16: that shows the mechanism, not speed.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 4096
 
     drafter_device: Annotated[
-        str, _help("Device of the drafter. auto: the kind of device that the target is on.")
+        str, _help("Device of the drafter. auto: that of the target, a GPU shared with it.")
     ] = "auto"
     drafter_dtype: Annotated[
         Dtype,

@@ -140,8 +140,9 @@ def parse_settings(argv: Sequence[str] | None = None) -> DrafterSettings:
     """Flags are the fields of DrafterSettings."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_ssd.drafter",
-        description="Serve drafts to SGLang servers started with --ssd-endpoint. Mode, fan-out, "
-        "backup and lease come from SGLANG_SSD_CONFIG (JSON or the path of a file).",
+        description="Serve drafts to SGLang servers started with --ssd-endpoint. Mode, fan-out with "
+        "its policy and rates, backup, lease, prefill slice and trace come from SGLANG_SSD_CONFIG "
+        "(JSON or the path of a file).",
     )
     fields = msgspec.structs.fields(DrafterSettings)
     for field in fields:
