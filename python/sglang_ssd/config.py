@@ -99,11 +99,17 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Positive, _help("How fast misses fall with the fan-out, for the geometric fan-out.")
     ] = 1.0
 
+    overlap: Annotated[
+        bool,
+        _help(
+            "SGLang's overlap scheduling. A round waits for its outcome here, so that nothing is "
+            "hidden by it, and every token comes a round later."
+        ),
+    ] = False
     max_batch_size: Annotated[
         PositiveInt | None,
         _help(
-            "Batches of more requests than this decode plainly; the drafter rests meanwhile. Left "
-            "out: every batch speculates."
+            "Batches of more requests than this decode plainly. Left out: every batch speculates."
         ),
     ] = None
 
@@ -143,7 +149,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "The drafter frees a sequence of which it has not heard for this long. It hears of "
             "each with every round and every chunk of a prefill; longer than either takes."
         ),
-    ] = 10.0
+    ] = 60.0
     restart_delay_s: Annotated[
         Positive,
         _help(

@@ -1,6 +1,7 @@
 """Greedy output is the target's own, whatever the drafter is worth; so is that of a few seeds.
 
-Each drafter serves through another way to start a server, so that those are run end to end too.
+Each drafter serves through another way to start a server, so that those are run end to end too;
+that of the noisy one has overlap scheduling.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from harness.draws import FILTERS, seeded, without_drafts
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import MIN_DRAFTED, MIN_DRAFTED_OF_SHORT, RoundCounter, assert_on_time
-from harness.server import Entry, ServerPool
+from harness.server import OVERLAP, Entry, ServerPool
 from harness.size import FULL, Size
 
 ENTRIES: dict[DrafterKind, Entry] = {
@@ -42,7 +43,8 @@ def test_greedy_output_is_the_targets_own(
     figures: dict[str, Any],
 ) -> None:
     """Red when a draft is committed unverified, or a rollback or a row is off by one."""
-    server = pool.get(spec_for(kind, entry=ENTRIES[kind]))
+    settings = OVERLAP if kind == "noisy" else ()
+    server = pool.get(spec_for(kind, entry=ENTRIES[kind], settings=settings))
     requests = [
         Request(prompt.input_ids, {"max_new_tokens": size.num_tokens})
         for prompt in load_prompts(server.spec.model, size.num_prompts)
@@ -67,7 +69,7 @@ def test_seeds_give_the_tokens_of_plain_decode(pool: ServerPool, spec_for: Any) 
     Here for every change, on a server that is there already; test_sampled_identity has many seeds
     and compares with a server that has no drafter.
     """
-    server = pool.get(spec_for("noisy", entry=ENTRIES["noisy"]))
+    server = pool.get(spec_for("noisy", entry=ENTRIES["noisy"], settings=OVERLAP))
     for params in FILTERS.values():
         cases = seeded(server.spec.model, NUM_SEEDS, params)
         counter = RoundCounter(server)

@@ -13,7 +13,7 @@ from harness.draws import FILTERS, NUM_TOKENS, assert_same_draws, seeded
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter, assert_on_time
-from harness.server import Server, ServerPool
+from harness.server import OVERLAP, Server, ServerPool
 from harness.size import Size
 
 
@@ -27,7 +27,7 @@ def test_seeds_give_the_same_tokens_as_without_drafts(
     figures: dict[str, Any],
 ) -> None:
     """Red when a token depends on a draft: fresh noise for the bonus, or a filter that lags."""
-    server = pool.get(spec_for(kind))
+    server = pool.get(spec_for(kind, settings=OVERLAP if kind == "noisy" else ()))
     counter = RoundCounter(server)
     for name, params in FILTERS.items():
         cases = seeded(server.spec.model, size.num_seeds, params)

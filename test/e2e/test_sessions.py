@@ -12,20 +12,21 @@ from harness.client import Answer, Request, generate
 from harness.idle import assert_drained
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.server import Server, ServerPool
+from harness.server import OVERLAP, Server, ServerPool
 
 NUM_TOKENS = 11
 
 
 @pytest.fixture(
     scope="module",
-    params=[("self", ()), ("random", ("--disable-overlap-schedule",))],
+    params=[("self", OVERLAP), ("random", ())],
     ids=["self-overlap", "random-no-overlap"],
 )
 def server(request: pytest.FixtureRequest, pool: ServerPool, spec_for: Any) -> Server:
     kind: DrafterKind
-    kind, flags = request.param
-    return pool.get(spec_for(kind, flags=("--enable-streaming-session", *flags)))
+    kind, settings = request.param
+    flags = ("--enable-streaming-session",)
+    return pool.get(spec_for(kind, flags=flags, settings=settings))
 
 
 def inputs_of(server: Server) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from faults import soak
-from harness.server import ServerPool
+from harness.server import OVERLAP, ServerPool
 
 SHORT_S = 15.0
 
@@ -23,7 +23,7 @@ def test_a_short_mixed_load_leaves_nothing(
 
     On a server that test_greedy_identity.py leaves running. Memory has not settled so soon.
     """
-    server = pool.get(spec_for("noisy", entry="sglang.launch_server"))
+    server = pool.get(spec_for("noisy", entry="sglang.launch_server", settings=OVERLAP))
     run = soak.soak(server, SHORT_S, seed=3, warm_up_share=0.5)
     figures.update(requests=run.requests)
     assert run.failures == []

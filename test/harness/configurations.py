@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from harness.checkpoints import DrafterKind
-from harness.server import ServerSpec
+from harness.server import OVERLAP, ServerSpec
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -55,13 +55,17 @@ wrong guesses disturb nothing.
 
 
 def spec_of(row: Row, spec_for: Any) -> ServerSpec:
-    flags: list[str] = [] if row.overlap else ["--disable-overlap-schedule"]
+    flags: list[str] = []
     if row.chunked_prefill:
         flags += ["--chunked-prefill-size", str(row.chunked_prefill)]
     spec: ServerSpec = spec_for(
         row.drafter,
         num_steps=row.num_steps,
         flags=tuple(flags),
-        settings=(("backup", row.backup), ("fan_out_policy", row.fan_out_policy)),
+        settings=(
+            ("backup", row.backup),
+            ("fan_out_policy", row.fan_out_policy),
+            *(OVERLAP if row.overlap else ()),
+        ),
     )
     return spec

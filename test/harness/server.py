@@ -30,6 +30,9 @@ Entry = Literal["launcher", "sglang serve", "sglang.launch_server"]
 KV_TOKENS = 12288
 """Of the target and of the drafter: three servers at a time fit in 16 GB."""
 
+OVERLAP: tuple[tuple[str, Any], ...] = (("overlap", True),)
+"""Settings of a server with overlap scheduling, which SSD leaves out by default."""
+
 COMMON_FLAGS = (
     *("--device", "cpu"),
     *("--dtype", "float32"),

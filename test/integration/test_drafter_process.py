@@ -167,8 +167,23 @@ def test_cores_that_are_not_here_are_refused_by_their_flag() -> None:
     """Red when a drafter says no more than that an argument was invalid."""
     here = os.sched_getaffinity(0)
     with pytest.raises(ValueError, match="--cores '1020-1022': none of them is here"):
-        _bind_cores("1020-1022")
+        _bind_cores(msgspec.structs.replace(ALL, cores="1020-1022"))
     assert os.sched_getaffinity(0) == here
+
+
+@pytest.mark.parametrize(("parent_pid", "expected"), [(None, {1}), (7, set(range(4)))])
+def test_cores_bound_by_hand_hold_and_those_of_a_target_do_not(
+    parent_pid: int | None, expected: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a drafter started under taskset takes every core of the machine."""
+    bound = [{1}]
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: bound[-1])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(set(cores)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "1")
+    _bind_cores(msgspec.structs.replace(ALL, cores="auto", parent_pid=parent_pid))
+    assert bound[-1] == expected
 
 
 @pytest.mark.parametrize(

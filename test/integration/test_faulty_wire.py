@@ -11,9 +11,20 @@ from collections.abc import Callable
 import pytest
 
 from sglang_ssd.config import SsdConfig
+from sglang_ssd.target.draft_client import DraftClient
+from sglang_ssd.target.reply_deadline import ReplyDeadline
 from sglang_ssd.wire.fake import FakeTargetEnd, FakeWire, Faults
-from sglang_ssd.wire.messages import NO_ROUND, DraftRule, DraftSync, VerifyCommit
-from toys.toy_server import NUM_STEPS, NUM_TOKENS, PROMPTS, Server, plain_texts
+from sglang_ssd.wire.messages import (
+    NO_ROUND,
+    SCHEMA_VERSION,
+    DraftRule,
+    DraftSync,
+    Served,
+    SpeculateReply,
+    VerifyCommit,
+    Welcome,
+)
+from toys.toy_server import HELLO, NUM_STEPS, NUM_TOKENS, PROMPTS, Server, plain_texts
 
 
 @pytest.fixture
@@ -68,7 +79,7 @@ def test_a_good_wire_decodes_no_row_plainly(wire):
     assert stats.hits > 0.7 * stats.rows
 
 
-def test_batches_above_the_limit_decode_plainly_and_leave_the_drafter_alone(wire):
+def test_batches_above_the_limit_decode_plainly_and_renew_their_leases(wire):
     """Two requests at most: four decode plainly, and once two are left they speculate again."""
     server = Server(wire, draft_seed=0, backup="jit", max_batch_size=2)
     server.start(NO_FAULTS, NO_FAULTS)
@@ -77,7 +88,8 @@ def test_batches_above_the_limit_decode_plainly_and_leave_the_drafter_alone(wire
         server.round()
     stats = server.client.stats
     assert stats.plain_decode == {"batch_size": 4 * 3}
-    assert server.client._transport.stats.sent == sent
+    assert server.client._transport.stats.sent - sent == 1, "one a quarter of a second"
+    assert server.loop.status().stale_commits == 0
     for rid in ("c", "d"):
         server.client.close(rid)
         server.texts[rid] = list(plain_texts()[rid])
@@ -119,6 +131,73 @@ def test_declined_requests_count_under_their_cause(wire):
     assert counts["opt_out"] == counts["parameter"] == NUM_TOKENS - 1
     server.client.close("a")
     assert not server.client.knows("a")
+
+
+def test_a_request_for_which_there_was_no_room_is_drafted_for_when_there_is(wire):
+    """Red when one burst leaves a request without drafts to its end."""
+    names = list(PROMPTS)
+    cases = {f"r{index}": names[index % len(names)] for index in range(9)}
+    server = Server(wire, draft_seed=0, backup="jit", cases=cases)
+    server.start(NO_FAULTS, NO_FAULTS)
+    for _ in range(2):
+        server.round()
+    full = server.client.stats.plain_decode["full"]
+    assert full > 0
+    assert len(list(server.loop.table)) == 8
+    for rid in ("r0", "r1"):
+        server.client.close(rid)
+        del server.texts[rid]
+    for _ in range(int(2.1 / wire.tick_s)):
+        wire.tick()
+    for _ in range(3):
+        server.round()
+    assert "r8" in {seq.rid for seq in server.loop.table}
+    assert server.client.stats.plain_decode["full"] == full
+    assert len(list(server.loop.table)) == 7
+
+
+def test_nobody_waits_for_a_prompt_that_is_still_read(wire):
+    """Red when a round that has nothing to wait for waits for the drafter's slice of a prompt."""
+    client = DraftClient(
+        wire.target(),
+        hello=HELLO,
+        deadline=ReplyDeadline(least_s=1.0, most_s=1.0),
+        resync_tokens=40,
+        clock=wire.clock,
+    )
+    client.look()
+    ((peer, _, _),) = wire.drafter.receive(0.0)
+    wire.drafter.send(peer, Welcome(SCHEMA_VERSION, 1, HELLO.vocab_size, 64, drafter_id="d"))
+    client.look()
+    client.open(rid="a", tokens=[1, 2, 3], rule=DraftRule())
+
+    def reply(served: Served, drafts: list[int]) -> None:
+        """To the last commit."""
+        commit = wire.drafter.receive(0.0)[-1].message
+        lens = zip(commit.base_committed_lens, commit.num_tokens, strict=True)
+        row = SpeculateReply(
+            round_id=commit.round_id,
+            rids=commit.rids,
+            generations=commit.generations,
+            base_committed_lens=[base + num for base, num in lens],
+            num_drafts=[len(drafts)],
+            served=[served],
+            bonus_ranks=[-1],
+        )
+        wire.drafter.send(peer, row, [drafts] if drafts else [[]])
+
+    def ticks_waited(answer: Callable[[], None]) -> int:
+        """Of one round, in whose wait the answer comes."""
+        client.commit(rids=["a"], new_tokens=[[4]], num_verified=[0])
+        wire.pump, before = answer, wire.now
+        client.collect(["a"])
+        return wire.now - before
+
+    assert ticks_waited(lambda: reply("prefill", [])) == 1
+    assert ticks_waited(lambda: None) == 0
+    reply("jit", [5])  # too late for its round
+    assert ticks_waited(lambda: reply("jit", [6])) == 1
+    assert client.stats.missed_deadlines == 0
 
 
 @pytest.mark.parametrize("direction", ["to_drafter", "to_target"])
@@ -254,7 +333,7 @@ def test_a_long_prefill_keeps_what_runs_and_nothing_else(wire):
 
     sent = server.client.transport_stats.sent
     assert live_after(server.client.keep_alive) == set(PROMPTS)
-    assert server.client.transport_stats.sent - sent < 100
+    assert server.client.transport_stats.sent - sent < 7 * SsdConfig().lease_s
     assert server.loop.status().stale_commits == 0
     wire.kill("to_drafter")
     server.client.close("a")

@@ -159,7 +159,7 @@ def test_a_drafters_flags(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_drafters_cores() -> None:
     here = os.sched_getaffinity(0)
-    said = refusal_of(lambda: _bind_cores("1020-1022"))
+    said = refusal_of(lambda: _bind_cores(msgspec.structs.replace(SETTINGS, cores="1020-1022")))
     assert os.sched_getaffinity(0) == here
     assert said == "--cores '1020-1022': none of them is here: [Errno 22] Invalid argument"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import time
 from pathlib import Path
@@ -218,8 +219,18 @@ def test_a_live_drafter_keeps_its_endpoint(drafter):
 
 def test_the_socket_of_a_killed_drafter_is_in_nobodys_way(tmp_path):
     path = tmp_path / "drafter"
-    path.touch()
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
     DrafterSocket(f"ipc://{path}").close()
+
+
+def test_a_file_in_the_way_is_kept(tmp_path):
+    """Red when a mistyped endpoint costs a user the file of that name."""
+    path = tmp_path / "data"
+    path.write_text("mine")
+    with pytest.raises(ValueError, match="a file is there that is no socket"):
+        DrafterSocket(f"ipc://{path}")
+    assert path.read_text() == "mine"
 
 
 def test_unique_endpoints_are_private_and_outlive_a_drafter():

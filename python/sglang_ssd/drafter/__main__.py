@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, _exit_quietly)
     serving = False
     try:
-        _bind_cores(settings.cores)
+        _bind_cores(settings)
         with closing(_bind(settings)) as transport:
             loop = _load(settings, load_config(), transport)
             logger.info("ready at %s (%s)", settings.endpoint, settings.model_path)
@@ -140,9 +140,9 @@ def parse_settings(argv: Sequence[str] | None = None) -> DrafterSettings:
     """Flags are the fields of DrafterSettings."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_ssd.drafter",
-        description="Serve drafts to SGLang servers started with --ssd-endpoint. Mode, fan-out with "
-        "its policy and rates, backup, lease, prefill slice and trace come from SGLANG_SSD_CONFIG "
-        "(JSON or the path of a file).",
+        description="Serve drafts to SGLang servers started with --ssd-endpoint. Mode, fan-out "
+        "with its policy and rates, backup, lease, prefill slice and trace come from "
+        "SGLANG_SSD_CONFIG (JSON or the path of a file).",
     )
     fields = msgspec.structs.fields(DrafterSettings)
     for field in fields:
@@ -218,9 +218,16 @@ def _watch_parent(parent_pid: int) -> None:
     os._exit(1)
 
 
-def _bind_cores(cores: str) -> None:
-    """Drop the affinity that a parent bound to its own cores, take ours, one thread for each."""
-    wanted = tuple(range(os.cpu_count() or 1)) if cores == "auto" else parse_cores(cores)
+def _bind_cores(settings: DrafterSettings) -> None:
+    """Take our cores, one thread for each. A target has bound what it starts to its own: that is
+    dropped; what a user has bound by hand holds."""
+    cores = settings.cores
+    if cores != "auto":
+        wanted: Collection[int] = parse_cores(cores)
+    elif settings.parent_pid is None:
+        wanted = os.sched_getaffinity(0)
+    else:
+        wanted = range(os.cpu_count() or 1)
     try:
         os.sched_setaffinity(0, wanted)
     except OSError as error:

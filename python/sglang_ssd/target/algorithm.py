@@ -110,6 +110,8 @@ class SsdAlgorithm(CustomSpecAlgo):
         server_args.speculative_num_steps = num_steps
         server_args.speculative_eagle_topk = 1
         server_args.speculative_num_draft_tokens = num_steps + 1
+        if not read_config().config.overlap:
+            server_args.disable_overlap_schedule = True
 
 
 def is_ssd() -> bool:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 DrafterState = Literal["starting", "ready", "degraded", "restarting", "dead", "refused"]
 
-_HOPELESS: dict[Served, PlainCause] = {"full": "full", "context": "context", "foreign": "foreign"}
+_HOPELESS: dict[Served, PlainCause] = {"context": "context", "foreign": "foreign"}
 _LIVENESS_S = 0.05  # how soon a wait notices that the drafter's process has ended
 _IDLE_LOOK_S = 0.5
 _IDLE_HELLO_S = 5.0  # when no round would notice that the drafter is another
@@ -169,7 +169,8 @@ class DraftClient:
             self._send_commit(live, verified)
 
     def keep_alive(self) -> None:
-        """Called for every chunk of a prefill, while which no round ends: renew the leases.
+        """Called for every chunk of a prefill and for a batch too large, when nothing is committed:
+        renew the leases.
 
         Of all that is mirrored by name, so that a sequence whose close was lost still ends.
         """
@@ -192,6 +193,7 @@ class DraftClient:
         self._batch_too_large = limit is not None and len(rids) > limit
         if self._batch_too_large:
             self.receive()
+            self.keep_alive()
         else:
             self._wait_for([row for row in rows if row is not None])
         return [self._take_drafts(rid, row) for rid, row in zip(rids, rows, strict=True)]
@@ -288,12 +290,13 @@ class DraftClient:
         self._deadline.start_afresh()
         for sequence in self._sequences.values():
             sequence.is_synced = False
+            sequence.full_until = 0.0
 
     def _resync_slice(self) -> None:
         """Tell the drafter of what it does not know yet, as much as a round may."""
-        room = self._resync_tokens
+        room, now = self._resync_tokens, self._clock()
         for sequence in self._sequences.values():
-            if sequence.is_synced:
+            if sequence.is_synced or now < sequence.full_until:
                 continue
             is_resync = sequence.was_told
             if room <= 0 or not self._sync(sequence):
@@ -356,7 +359,8 @@ class DraftClient:
         while True:
             left = deadline - self._clock() if self._is_missing(rows) else 0.0
             self._hear(min(max(0.0, left), _LIVENESS_S))
-            if left <= 0.0 or not self._is_missing(rows) or not self.link.is_ready():
+            is_over = self._clock() >= deadline or not self.link.is_ready()
+            if is_over or not self._is_missing(rows):
                 break
         self._note_wait(rows, start, waited=patience > 0)
 
@@ -393,6 +397,8 @@ class DraftClient:
             return self._declined.get(rid, "ending")
         if self._batch_too_large:
             return "batch_size"
+        if self._clock() < row.full_until:
+            return "full"
         if row.is_answered:
             is_bad = not row.drafts and row.served in DRAFTED_SERVED
             return "bad_reply" if is_bad else None
@@ -447,11 +453,16 @@ class DraftClient:
         if served == "unknown":
             sequence.is_synced = False
             return
+        if served == "full":
+            self.link.send(DraftClose(rids=[rid], generations=[sequence.generation]))
+            sequence.note_full(self._clock())
+            return
         if served in _HOPELESS:
             self.close(rid)
             self.decline(rid, _HOPELESS[served])
             return
-        sequence.has_caught_up = sequence.has_caught_up or bool(drafts)
+        is_reading = served == "prefill"
+        sequence.has_caught_up = bool(drafts) or (sequence.has_caught_up and not is_reading)
         base = message.base_committed_lens[index]
         if base != len(sequence.tokens):
             sequence.acked_len = max(sequence.acked_len, min(base, len(sequence.tokens)))

@@ -6,6 +6,9 @@ from array import array
 
 from sglang_ssd.wire.messages import DraftRule, Served
 
+_FULL_S = 2.0
+_MOST_DOUBLINGS = 4
+
 
 class DraftSequence:
     """One request that the drafter mirrors, or will when it is there."""
@@ -13,9 +16,11 @@ class DraftSequence:
     __slots__ = (
         "acked_len",
         "drafts",
+        "full_until",
         "generation",
         "has_caught_up",
         "is_synced",
+        "num_refusals",
         "reply_len",
         "rid",
         "rule",
@@ -33,11 +38,19 @@ class DraftSequence:
         self.is_synced = False  # whether this drafter was told of it
         self.was_told = False  # whether any was
         self.has_caught_up = True  # whether its replies are worth a wait
+        self.full_until = 0.0  # when a drafter that had no room is asked again
+        self.num_refusals = 0
         self.acked_len = len(tokens)
         self.told_len = len(tokens)  # committed length that the drafter was last told of
         self.reply_len = -1  # committed length that `drafts` continue
         self.drafts: list[int] = []
         self.served: Served = "none"
+
+    def note_full(self, now: float) -> None:
+        """The drafter has no room for it: another try after 2, 4, 8, .. seconds."""
+        self.is_synced = False
+        self.full_until = now + _FULL_S * 2 ** min(self.num_refusals, _MOST_DOUBLINGS)
+        self.num_refusals += 1
 
     @property
     def is_answered(self) -> bool:

@@ -37,6 +37,7 @@ from sglang_ssd.target.verify import (
     choose_target_tokens,
 )
 from sglang_ssd.trace import Tracer
+from sglang_ssd.wire.messages import MAX_RID_CHARS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -173,7 +174,9 @@ class SSDWorker(BaseSpecWorker):
             return "ending"
         if opts_out(req):
             return "opt_out"
-        return "parameter" if needs_plain_decode(req) else None
+        if needs_plain_decode(req) or len(req.rid) > MAX_RID_CHARS:
+            return "parameter"
+        return None
 
     def _commit_first_tokens(self, reqs: list[Req], next_token_ids: torch.Tensor) -> None:
         """Report the first token of prompts that ended here; a middle chunk's token is junk."""

@@ -31,6 +31,11 @@ MAX_RANK = 1023
 
 Rank = Annotated[int, msgspec.Meta(ge=-1, le=MAX_RANK)]
 
+MAX_RID_CHARS = 256
+"""A request of a longer name has no drafts: every commit repeats the names of its rows."""
+
+Rid = Annotated[str, msgspec.Meta(max_length=MAX_RID_CHARS)]
+
 MAX_RULE_TOKENS = 512
 """No list of a DraftRule is longer."""
 
@@ -122,7 +127,7 @@ class DraftSync(msgspec.Struct, frozen=True, tag="sync"):
     Answered only if it cannot be opened: by a SpeculateReply of round NO_ROUND.
     """
 
-    rid: str
+    rid: Rid
     generation: int
     committed_len: Length
     rule: DraftRule
@@ -136,7 +141,7 @@ class VerifyCommit(msgspec.Struct, frozen=True, tag="commit"):
     """
 
     round_id: int  # new for every commit; its replies carry it
-    rids: list[str]
+    rids: list[Rid]
     generations: list[int]
     base_committed_lens: list[Length]  # ids of row i start at this length
     # How many drafts this round's verify looked at: for tests and whoever records the wire. The
@@ -148,7 +153,7 @@ class VerifyCommit(msgspec.Struct, frozen=True, tag="commit"):
 class DraftClose(msgspec.Struct, frozen=True, tag="close"):
     """Free the sequences. With close_all: every sequence of this target."""
 
-    rids: list[str]
+    rids: list[Rid]
     generations: list[int]
     close_all: bool = False
 
@@ -160,7 +165,7 @@ class SpeculateReply(msgspec.Struct, frozen=True, tag="reply"):
     """
 
     round_id: int
-    rids: list[str]
+    rids: list[Rid]
     generations: list[int]
     base_committed_lens: list[Count]  # drafts of row i continue this length, which is acknowledged
     num_drafts: list[Count]

@@ -197,9 +197,13 @@ class _Gate:
 
 
 def _refuse_taken_path(endpoint: str) -> None:
-    """libzmq would take an ipc path over from a live drafter, which then hears nobody."""
+    """libzmq would take an ipc path over from a live drafter, which then hears nobody, and would
+    replace any other file."""
     if not endpoint.startswith(IPC):
         return
+    path = Path(endpoint.removeprefix(IPC))
+    if path.exists() and not path.is_socket():
+        raise ValueError(f"{endpoint!r}: a file is there that is no socket")
     with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
         if probe.connect_ex(endpoint.removeprefix(IPC)) == 0:
             raise ValueError(f"{endpoint!r}: another process listens there")

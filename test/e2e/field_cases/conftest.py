@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from harness.checkpoints import KINDS, DrafterKind, make_broken, make_drafter
-from harness.server import Server, ServerPool, ServerSpec
+from harness.server import OVERLAP, Server, ServerPool, ServerSpec
 
 NUM_STEPS = 4
 CHUNK = 16
@@ -23,7 +23,7 @@ SHARED: dict[str, Any] = {
         *("--chunked-prefill-size", str(CHUNK)),
         "--enable-metrics",
     ),
-    "settings": (("allow_padded_vocab", True),),
+    "settings": (("allow_padded_vocab", True), *OVERLAP),
 }
 TURNS = ("server", "struck_server", "last_server", "serial_server")
 
@@ -78,7 +78,6 @@ def serial_server(kind: DrafterKind, target: Path, pool: ServerPool) -> Server:
     spec = ServerSpec(
         model=str(target),
         drafter=str(padded),
-        flags=("--disable-overlap-schedule",),
         settings=(("allow_padded_vocab", True),),
     )
     return pool.get(spec)
