@@ -191,6 +191,7 @@ def _worker(num_steps: int, vocab_size: int, drafts: list[list[int]]) -> Any:
     worker._target_worker = SimpleNamespace(random_seed=0)
     worker._device = "cpu"
     worker._num_steps = num_steps
+    worker._last_position = 2**20
     worker._tp_group = SimpleNamespace(world_size=1)
     worker._tracer = Tracer(None, "")
     worker._reporter = None

@@ -52,6 +52,8 @@ CASES = (
         'custom_logit_processor \'{"callable": "00"}\': must be the text of '
         "CustomLogitProcessor.to_str() (UnpicklingError: invalid load key, '\\x00'.)",
     ),
+    BadRequest("empty-text", {"text": ""}, "prompt '': must have a token"),
+    BadRequest("empty-ids", {"text": None, "input_ids": []}, "prompt []: must have a token"),
     BadRequest(
         "both",
         {"return_sampling_mask": True, "sampling_params": {"custom_params": {"ssd": 0}}},
@@ -114,6 +116,8 @@ def test_openai_refuses_with_the_whole_reason(server: Server, path: str, stream:
             f"{experts} True: {NOT_SERVED}; {opt_out}",
         ),
     )
+    if path == "completions":
+        cases = (*cases, ({"prompt": ""}, "prompt '': must have a token"))
     for fields, says in cases:
         answer = http.post(f"{server.url}/v1/{path}", json={**body, **fields}, timeout=60)
         assert answer.status_code == 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from sglang_ssd.config import CONFIG_ENV, SsdConfig, load_config
 from sglang_ssd.drafter.__main__ import _bind_cores, _choose_platform, flag_help, parse_settings
+from sglang_ssd.drafter.checkpoint import MODEL_FILES, SUPPORTED_ARCHITECTURES
 from sglang_ssd.drafter.process import (
     DrafterSettings,
     make_endpoint,
@@ -161,6 +163,17 @@ def test_every_wrong_flag_of_a_drafter_is_named_at_once(capsys: pytest.CaptureFi
     for flag, value in wrong.items():
         assert f"{flag} {value!r}: must be " in said
     assert "must be a number between 0 and 1, both excluded" in said
+
+
+def test_the_models_that_a_drafter_runs_are_in_those_files() -> None:
+    """Red when SGLang moves one of them, and no drafter finds its class."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None:
+        pytest.skip("needs sglang installed")
+    (root,) = spec.submodule_search_locations or []
+    texts = [Path(root, "srt", "models", f"{name}.py").read_text() for name in MODEL_FILES]
+    for name in SUPPORTED_ARCHITECTURES:
+        assert any(f"class {name}(" in text for text in texts), name
 
 
 def test_cores_that_are_not_here_are_refused_by_their_flag() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import logging
 import math
 import os
@@ -19,6 +20,7 @@ import types
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,6 +33,7 @@ from sglang_ssd.config import (
     load_config,
     shown_default,
 )
+from sglang_ssd.drafter.checkpoint import MODEL_FILES
 from sglang_ssd.drafter.process import (
     FAILURE,
     DrafterSettings,
@@ -113,6 +116,7 @@ def _load(settings: DrafterSettings, config: SsdConfig, transport: DrafterTransp
     check_model(settings)
     device = _choose_device(settings.device)
     _choose_platform(device)
+    _import_few_models()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -254,6 +258,16 @@ def _choose_platform(device: str) -> None:
         os.environ.setdefault(PLATFORM_ENV, CPU_PLATFORM)
     elif os.environ.get(PLATFORM_ENV) == CPU_PLATFORM:
         del os.environ[PLATFORM_ENV]
+
+
+def _import_few_models() -> None:
+    """SGLang imports every model that it has, for seconds; a drafter runs three of them."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None, "the drafter runs where sglang is installed"
+    (root,) = spec.submodule_search_locations or [""]
+    files = Path(root, "srt", "models").glob("*.py")
+    others = sorted(file.stem for file in files if file.stem not in MODEL_FILES)
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
 
 
 def _exit_quietly(signum: int, frame: types.FrameType | None) -> None:

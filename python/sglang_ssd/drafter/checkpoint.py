@@ -13,6 +13,8 @@ import msgspec
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Plain multi-head or grouped-query attention at page size 1; anything else is refused by name."""
+MODEL_FILES = ("llama", "qwen2", "qwen3")
+"""Where SGLang has them, in sglang.srt.models."""
 
 _HEADER_LIMIT = 100 << 20
 _WEIGHTLESS_FORMATS = ("dummy",)

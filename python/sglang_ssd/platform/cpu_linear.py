@@ -37,7 +37,8 @@ class CpuLmHeadMethod(UnquantizedEmbeddingMethod):
 
 def _apply(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    return skinny_linear.host_linear(rows, layer.weight, bias).view(*x.shape[:-1], -1)
+    y = skinny_linear.host_linear(rows, layer.weight, bias)
+    return y.view(*x.shape[:-1], layer.weight.shape[0])
 
 
 def use_cpu_linear_layers(model: nn.Module) -> int:

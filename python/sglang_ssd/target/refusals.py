@@ -38,17 +38,29 @@ def register_hooks() -> None:
     )
 
 
-def refuse_unserved_parameters(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+def refuse_unserved_parameters(
+    manager: Any,
+    obj: Any,
+    input_text: str | None = None,
+    input_ids: list[int] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Raises ValueError with every parameter of this request that is not served."""
     if not is_ssd():
         return
-    if not obj.custom_logit_processor:
-        obj.custom_logit_processor = None  # SGLang reads an empty one beside another's real one
     fields = vars(obj)
+    if fields.get("custom_logit_processor") == "":
+        obj.custom_logit_processor = None  # SGLang reads an empty one beside another's real one
     if not get_exec().features.enable_custom_logit_processor:
         # SGLang has refused those already; a text that is not asked for is never unpickled here.
         fields = {**fields, "custom_logit_processor": None}
     reasons = refusal_reasons(fields, vocab_size=manager.model_config.vocab_size)
+    others = (fields.get("session_params"), fields.get("input_embeds"))
+    if input_ids is not None and len(input_ids) == 0 and others == (None, None):
+        # SGLang ends itself by a forward of no row; a turn of a session has those before it.
+        shown = [] if input_text is None else input_text
+        reasons.insert(0, f"prompt {shown!r}: must have a token")
     if reasons:
         raise ValueError("; ".join(reasons))
 
