@@ -55,6 +55,12 @@ CASES = (
     BadRequest("empty-text", {"text": ""}, "prompt '': must have a token"),
     BadRequest("empty-ids", {"text": None, "input_ids": []}, "prompt []: must have a token"),
     BadRequest(
+        "foreign-id", {"text": None, "input_ids": [5, 49152]}, "input_ids 49152: must be 0 to 49151"
+    ),
+    BadRequest(
+        "negative-id", {"text": None, "input_ids": [-1]}, "input_ids -1: must be 0 to 49151"
+    ),
+    BadRequest(
         "both",
         {"return_sampling_mask": True, "sampling_params": {"custom_params": {"ssd": 0}}},
         f"return_sampling_mask True: {NOT_SERVED}; custom_params ssd 0: must be true or false",

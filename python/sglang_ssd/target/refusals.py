@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -55,12 +55,9 @@ def refuse_unserved_parameters(
     if not get_exec().features.enable_custom_logit_processor:
         # SGLang has refused those already; a text that is not asked for is never unpickled here.
         fields = {**fields, "custom_logit_processor": None}
-    reasons = refusal_reasons(fields, vocab_size=manager.model_config.vocab_size)
-    others = (fields.get("session_params"), fields.get("input_embeds"))
-    if input_ids is not None and len(input_ids) == 0 and others == (None, None):
-        # SGLang ends itself by a forward of no row; a turn of a session has those before it.
-        shown = [] if input_text is None else input_text
-        reasons.insert(0, f"prompt {shown!r}: must have a token")
+    vocab_size = manager.model_config.vocab_size
+    reasons = _prompt_reasons(fields, input_text, input_ids, vocab_size)
+    reasons += refusal_reasons(fields, vocab_size=vocab_size)
     if reasons:
         raise ValueError("; ".join(reasons))
 
@@ -79,6 +76,26 @@ def refusal_reasons(fields: Mapping[str, Any], *, vocab_size: int) -> list[str]:
         reasons.append(f"custom_params ssd {opt_out!r}: must be true or false")
     reasons += _processor_reasons(fields.get("custom_logit_processor"))
     return reasons + _stop_token_reasons(params, vocab_size)
+
+
+def _prompt_reasons(
+    fields: Mapping[str, Any],
+    input_text: str | None,
+    input_ids: Sequence[int] | None,
+    vocab_size: int,
+) -> list[str]:
+    """SGLang ends itself by a forward of no row, and by ids that are no tokens."""
+    if input_ids is None or fields.get("input_embeds") is not None:
+        return []
+    if len(input_ids) == 0:
+        if fields.get("session_params") is not None:  # the rows of the turns before
+            return []
+        shown = [] if input_text is None else input_text
+        return [f"prompt {shown!r}: must have a token"]
+    least, most = min(input_ids), max(input_ids)
+    if least >= 0 and most < vocab_size:
+        return []
+    return [f"input_ids {least if least < 0 else most}: must be 0 to {vocab_size - 1}"]
 
 
 def _processor_reasons(text: Any) -> list[str]:
