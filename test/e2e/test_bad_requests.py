@@ -36,6 +36,11 @@ CASES = (
         "custom_params ssd 'no': must be true or false",
     ),
     BadRequest(
+        "custom-params",
+        {"sampling_params": {"custom_params": [1]}},
+        "custom_params [1]: must be an object",
+    ),
+    BadRequest(
         "stops",
         {"sampling_params": {"min_new_tokens": 1, "stop_token_ids": [99999999, -1]}},
         "stop_token_ids [99999999, -1]: must be 0 to 49151 where min_new_tokens is given",

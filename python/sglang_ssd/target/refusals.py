@@ -71,7 +71,10 @@ def refusal_reasons(fields: Mapping[str, Any], *, vocab_size: int) -> list[str]:
         found.append(f"beam_width {beam_width}")
     reasons = [f"{one}: not served with --speculative-algorithm {ALGORITHM}" for one in found]
     custom_params = params.get("custom_params")
-    opt_out = custom_params.get("ssd") if isinstance(custom_params, dict) else None
+    if not (custom_params is None or isinstance(custom_params, dict)):
+        reasons.append(f"custom_params {custom_params!r}: must be an object")
+        custom_params = None
+    opt_out = (custom_params or {}).get("ssd")
     if not (opt_out is None or isinstance(opt_out, bool)):
         reasons.append(f"custom_params ssd {opt_out!r}: must be true or false")
     reasons += _processor_reasons(fields.get("custom_logit_processor"))
