@@ -41,6 +41,17 @@ CASES = (
         "custom_params [1]: must be an object",
     ),
     BadRequest(
+        "logprobs",
+        {
+            "return_logprob": True,
+            "logprob_start_len": -2,
+            "top_logprobs_num": 49153,
+            "token_ids_logprob": [5, 49152],
+        },
+        "logprob_start_len -2: must be at least -1; top_logprobs_num 49153: must be 0 to 49152; "
+        "token_ids_logprob [49152]: must be 0 to 49151",
+    ),
+    BadRequest(
         "stops",
         {"sampling_params": {"min_new_tokens": 1, "stop_token_ids": [99999999, -1]}},
         "stop_token_ids [99999999, -1]: must be 0 to 49151 where min_new_tokens is given",

@@ -78,6 +78,7 @@ def refusal_reasons(fields: Mapping[str, Any], *, vocab_size: int) -> list[str]:
     if not (opt_out is None or isinstance(opt_out, bool)):
         reasons.append(f"custom_params ssd {opt_out!r}: must be true or false")
     reasons += _processor_reasons(fields.get("custom_logit_processor"))
+    reasons += _logprob_reasons(fields, vocab_size)
     return reasons + _stop_token_reasons(params, vocab_size)
 
 
@@ -99,6 +100,24 @@ def _prompt_reasons(
     if least >= 0 and most < vocab_size:
         return []
     return [f"input_ids {least if least < 0 else most}: must be 0 to {vocab_size - 1}"]
+
+
+def _logprob_reasons(fields: Mapping[str, Any], vocab_size: int) -> list[str]:
+    """SGLang ends itself by logprobs of what there is none of."""
+    if not fields.get("return_logprob"):
+        return []
+    reasons = []
+    start, num_ranked = fields.get("logprob_start_len"), fields.get("top_logprobs_num")
+    if isinstance(start, int) and start < -1:
+        reasons.append(f"logprob_start_len {start}: must be at least -1")
+    if isinstance(num_ranked, int) and not 0 <= num_ranked <= vocab_size:
+        reasons.append(f"top_logprobs_num {num_ranked}: must be 0 to {vocab_size}")
+    asked = fields.get("token_ids_logprob")
+    ids = [token for token in asked if isinstance(token, int)] if isinstance(asked, list) else []
+    wrong = [token for token in ids if not -vocab_size <= token < vocab_size]
+    if wrong:
+        reasons.append(f"token_ids_logprob {wrong}: must be 0 to {vocab_size - 1}")
+    return reasons
 
 
 def _processor_reasons(text: Any) -> list[str]:
