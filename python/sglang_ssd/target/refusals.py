@@ -94,8 +94,7 @@ def _prompt_reasons(
     if len(input_ids) == 0:
         if fields.get("session_params") is not None:  # the rows of the turns before
             return []
-        shown = [] if input_text is None else input_text
-        return [f"prompt {shown!r}: must have a token"]
+        return [f"prompt {input_text!r}: must have a token"]
     least, most = min(input_ids), max(input_ids)
     if least >= 0 and most < vocab_size:
         return []
