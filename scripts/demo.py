@@ -74,6 +74,7 @@ def server_command(model: Path, port: int, extra: list[str]) -> list[str]:
         "--speculative-draft-model-path": model,
         "--speculative-num-steps": 4,
         "--ssd-drafter-dtype": "bfloat16",
+        "--ssd-reply-deadline-ms": 2000,  # as large as the target, the drafter takes its time
         "--ssd-drafter-max-total-tokens": KV_TOKENS,
     }
     flags = [str(word) for pair in options.items() for word in pair]
@@ -134,7 +135,8 @@ def try_one_request(url: str) -> str:
 
 def ready_message(url: str, model: str) -> str:
     question = [{"role": "user", "content": "Name three colours."}]
-    chat = json.dumps({"model": model, "messages": question, "max_tokens": 64})  # it rambles
+    body = {"model": model, "messages": question, "max_tokens": 64, "temperature": 0}  # it rambles
+    chat = json.dumps(body)
     return f"""
 SSD is serving {model} on {url} (Ctrl-C stops it; log: {LOG}).
 Try it from another terminal:
