@@ -82,7 +82,7 @@ class Row(msgspec.Struct, frozen=True):
     host: Times
 
 
-def answer_at_once(endpoint: str, num_steps: int, bound: Connection, core: int | None) -> None:
+def answer_at_once(endpoint: str, bound: Connection, num_steps: int, core: int | None) -> None:
     """A drafter that has all drafts: the other process. Ends with the first close_all."""
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -138,7 +138,7 @@ def other_process(kind: str, serve: Callable[..., None], *args: Any) -> Iterator
         endpoint = f"ipc://{directory}/wire" if kind == "ipc" else "tcp://127.0.0.1:0"
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(
-            target=serve, args=(endpoint, *args[:-1], theirs, args[-1]), daemon=True
+            target=serve, args=(endpoint, theirs, *args), daemon=True
         )
         process.start()
         try:

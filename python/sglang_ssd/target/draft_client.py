@@ -397,13 +397,11 @@ class DraftClient:
             return self._declined.get(rid, "ending")
         if self._batch_too_large:
             return "batch_size"
-        if self._clock() < row.full_until:
-            return "full"
         if row.is_answered:
             is_bad = not row.drafts and row.served in DRAFTED_SERVED
             return "bad_reply" if is_bad else None
         if not row.is_synced or not self.link.is_ready():
-            return "drafter_down"
+            return "full" if self._clock() < row.full_until else "drafter_down"
         if not row.has_caught_up:
             return "prefill"
         return self._why_untold if row.told_len != len(row.tokens) else "late"

@@ -92,7 +92,7 @@ def _prompt_reasons(
     if input_ids is None or fields.get("input_embeds") is not None:
         return []
     if len(input_ids) == 0:
-        if fields.get("session_params") is not None:  # the rows of the turns before
+        if fields.get("session_params") or fields.get("session_id"):  # the rows of earlier turns
             return []
         return [f"prompt {input_text!r}: must have a token"]
     least, most = min(input_ids), max(input_ids)
