@@ -101,9 +101,13 @@ def start_failure(log: str) -> str:
         return "the port was taken while the server started; choose another with --port."
     if "No space left on device" in log:
         return "the server found no disk space left; make room and run ./demo again."
+    return f"the server ended before it was ready and said: {_last_word(log)} (all of it in {LOG})"
+
+
+def _last_word(log: str) -> str:
+    """The last error that the server named, or else its last line."""
     errors = [line for line in log.splitlines() if re.match(r"\S*(Error|Exception|error)\b", line)]
-    said = errors[-1] if errors else (log.strip().splitlines() or ["nothing"])[-1]
-    return f"the server ended before it was ready and said: {said} (all of it in {LOG})"
+    return errors[-1] if errors else (log.strip().splitlines() or ["nothing"])[-1]
 
 
 def _answers(url: str) -> bool:
@@ -180,7 +184,8 @@ def main() -> None:
         print(try_one_request(url), flush=True)
         print(ready_message(url, model.name), flush=True)
         server.wait()
-        fail(f"the server ended; its log is {LOG}.")
+        said = _last_word(LOG.read_text(errors="replace"))
+        fail(f"the server ended and said: {said} (all of it in {LOG})")
     finally:
         stop(server)
 

@@ -312,12 +312,12 @@ def _lines_with_progress(
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    progress, step, free_before = Progress(stage), "starting", free_gb(work)
+    progress, step, free_before, written = Progress(stage), "starting", free_gb(work), 0.0
     while True:
         try:
             line = lines.get(timeout=2)
         except queue.Empty:
-            written = max(0.0, free_before - free_gb(work))
+            written = max(written, free_before - free_gb(work))
             progress.show(f"{step} ({written:.1f} GB written)")
             continue
         if line is None:

@@ -74,6 +74,11 @@ CASES = (
         "negative-id", {"text": None, "input_ids": [-1]}, "input_ids -1: must be 0 to 49151"
     ),
     BadRequest(
+        "overrides",
+        {"positional_embed_overrides": {"positions": [0]}},
+        "positional_embed_overrides {'positions': [0]}: must be a PositionalEmbeds",
+    ),
+    BadRequest(
         "both",
         {"return_sampling_mask": True, "sampling_params": {"custom_params": {"ssd": 0}}},
         f"return_sampling_mask True: {NOT_SERVED}; custom_params ssd 0: must be true or false",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import subprocess
 import sys
 import weakref
@@ -24,6 +25,7 @@ from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
 from sglang.srt.constrained.outlines_backend import OutlinesGrammar
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.custom_logit_processor import (
     CustomLogitProcessor,
@@ -339,6 +341,33 @@ def test_a_text_is_unpickled_only_where_processors_are_asked_for(
     request = SimpleNamespace(custom_logit_processor="a pickle", sampling_params=None)
     refusals.refuse_unserved_parameters(manager, request)
     assert read == (["a pickle"] if is_enabled else [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (PositionalEmbeds(torch.zeros(2, 4), [0, 1]), None),
+        (PositionalEmbeds(torch.zeros(1, 5), [0]), "of shape [1, 5]: must be a tensor [number, 4]"),
+        (PositionalEmbeds(torch.zeros(1), [0]), "of shape [1]: must be a tensor [number, 4]"),
+        (PositionalEmbeds(7, [0]), "7: must be a tensor [number, 4]"),
+        ({"positions": [0]}, "{'positions': [0]}: must be a PositionalEmbeds"),
+    ],
+    ids=["right", "another-width", "no-width", "no-tensor", "as-json"],
+)
+def test_embeddings_that_do_not_fit_are_refused(
+    overrides: Any, says: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when embeddings reach the scheduler that end it."""
+    features = SimpleNamespace(enable_custom_logit_processor=False)
+    monkeypatch.setattr(refusals, "get_exec", lambda: SimpleNamespace(features=features))
+    monkeypatch.setattr(refusals, "is_ssd", lambda: True)
+    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=9, hidden_size=4))
+    request = SimpleNamespace(positional_embed_overrides=overrides)
+    if says is None:
+        refusals.refuse_unserved_parameters(manager, request, "a", [1, 2])
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape('positional_embed_overrides ' + says)}$"):
+        refusals.refuse_unserved_parameters(manager, request, "a", [1, 2])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
@@ -57,6 +59,7 @@ def refuse_unserved_parameters(
         fields = {**fields, "custom_logit_processor": None}
     vocab_size = manager.model_config.vocab_size
     reasons = _prompt_reasons(fields, input_text, input_ids, vocab_size)
+    reasons += _override_reasons(fields, manager.model_config)
     reasons += refusal_reasons(fields, vocab_size=vocab_size)
     if reasons:
         raise ValueError("; ".join(reasons))
@@ -99,6 +102,20 @@ def _prompt_reasons(
     if least >= 0 and most < vocab_size:
         return []
     return [f"input_ids {least if least < 0 else most}: must be 0 to {vocab_size - 1}"]
+
+
+def _override_reasons(fields: Mapping[str, Any], model_config: Any) -> list[str]:
+    """SGLang ends itself by embeddings that do not fit among its model's."""
+    overrides = fields.get("positional_embed_overrides")
+    if overrides is None:
+        return []
+    if not isinstance(overrides, PositionalEmbeds):
+        return [f"positional_embed_overrides {overrides!r}: must be a PositionalEmbeds"]
+    embeds, hidden_size = overrides.embeds, model_config.hidden_size
+    if isinstance(embeds, torch.Tensor) and embeds.shape[1:] == (hidden_size,):
+        return []
+    shown = f"of shape {list(embeds.shape)}" if isinstance(embeds, torch.Tensor) else repr(embeds)
+    return [f"positional_embed_overrides {shown}: must be a tensor [number, {hidden_size}]"]
 
 
 def _logprob_reasons(fields: Mapping[str, Any], vocab_size: int) -> list[str]:
