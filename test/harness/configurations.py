@@ -53,11 +53,15 @@ With a random drafter under backup none nearly no draft is ever verified: equali
 wrong guesses disturb nothing.
 """
 
+FAN_OUT_LISTS = {7: (3, 2, 1, 1, 0, 1, 2, 4)}
+"""By num_steps: what uniform rows say position by position; the others have the default."""
+
 
 def spec_of(row: Row, spec_for: Any) -> ServerSpec:
     flags: list[str] = []
     if row.chunked_prefill:
         flags += ["--chunked-prefill-size", str(row.chunked_prefill)]
+    fan_out = FAN_OUT_LISTS.get(row.num_steps) if row.fan_out_policy == "uniform" else None
     spec: ServerSpec = spec_for(
         row.drafter,
         num_steps=row.num_steps,
@@ -65,6 +69,7 @@ def spec_of(row: Row, spec_for: Any) -> ServerSpec:
         settings=(
             ("backup", row.backup),
             ("fan_out_policy", row.fan_out_policy),
+            *((("fan_out", fan_out),) if fan_out else ()),
             *(OVERLAP if row.overlap else ()),
         ),
     )

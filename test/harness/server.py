@@ -196,14 +196,16 @@ class Server:
         return argv[argv.index("--endpoint") + 1]
 
     def stop(self, how: signal.Signals = signal.SIGTERM, limit_s: float = STOP_LIMIT_S) -> int:
-        """Send one signal to the server's own process and wait until all its processes are gone.
+        """Send one signal and wait until all processes of the server are gone.
 
-        Raises with their names if some are left; those are killed first, so that a failing test
-        leaves nothing behind.
+        SIGINT goes to its whole process group, as a terminal's Ctrl-C does, any other signal to
+        the server's own process. Raises with their names if some are left; those are killed first,
+        so that a failing test leaves nothing behind.
         """
         self.family()
         if self._process.poll() is None:
-            os.kill(self.pid, how)
+            send = os.killpg if how is signal.SIGINT else os.kill
+            send(self.pid, how)
         deadline = time.monotonic() + limit_s
         while (self._process.poll() is None or self.family()) and time.monotonic() < deadline:
             time.sleep(0.1)
