@@ -99,16 +99,18 @@ def test_ordinary_speculative_decoding(
     counter = RoundCounter(server)
     greedy = greedy_requests(server)
     found = assert_same(reference, greedy, generate_all(server.url, greedy))
+    long_answers = counter.since()
+    assert_on_time(long_answers)
     if kind == "self":
-        accept_length = counter.since().accept_length("sync")
-        assert accept_length >= 0.95 * (server.spec.num_steps + 1)
+        assert long_answers.accept_length("sync") >= 0.95 * (server.spec.num_steps + 1)
     for params in FILTERS.values():
         draws = seeded(server.spec.model, 12, params)
         assert_same_draws(drafts_off, draws, generate_all(server.url, draws))
     rounds = counter.since()
     figures.update(rounds.summary(), rounding=len(found))
     assert set(rounds.served) <= {"sync", "prefill"}
-    assert_on_time(rounds)
+    # The seeded answers are short: many of their rounds come before their prompt is read.
+    assert_on_time(rounds, min_drafted=0.0)
     assert rounds.correct_drafts > 0
     if kind == "self":
         assert rounds.accept_length("sync") >= 0.9 * (server.spec.num_steps + 1)
