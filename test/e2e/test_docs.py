@@ -24,6 +24,8 @@ pytestmark = pytest.mark.timeout(7200)
 """A page starts several servers, each of which may take READY_S."""
 
 ROOT = Path(__file__).parents[2]
+PAGES = ("user_guide.md", "operations.md")
+"""Whose commands are run."""
 SIZES = " --context-length 2048 --max-total-tokens 4096"
 READY_S = 900.0
 RUN_S = 3000.0
@@ -55,6 +57,8 @@ class Reader:
             "/run/ssd": str(sockets),
             "python -m": f"{sys.executable} -m",
             "python test": f"{sys.executable} {ROOT}/test",
+            "python benchmark": f"{sys.executable} {ROOT}/benchmark",
+            "--out times.json": "--repeats 2 --widths 1 5 --rows 3 15 --out times.json",
             "--frames 100000": "--frames 3000",
             "--faults 200": "--faults 7",
             "chaos.py --model MODEL": f"chaos.py --faults 2 --model {target}",
@@ -101,7 +105,7 @@ class Reader:
         log = self._folder / f"{role}.log"
         with log.open("wb") as out:
             self._serving[role] = subprocess.Popen(
-                ["bash", "-c", f"exec {command}"],
+                ["bash", "-c", f"exec env {command}"],
                 cwd=self._folder,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -129,7 +133,7 @@ class Reader:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["user_guide.md", "operations.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_the_commands_run(page: str, target: Path, tmp_path: Path) -> None:
     """Red when a command of the docs fails, or a server of it does not come up."""
     reader = Reader(target, tmp_path)
@@ -144,8 +148,19 @@ def test_the_commands_run(page: str, target: Path, tmp_path: Path) -> None:
 
 def test_amounts_are_made_small() -> None:
     """Red when a command of hours is written another way and would be run as it stands."""
-    for page in ("user_guide.md", "operations.md"):
+    for page in PAGES:
         for command in commands_of(page):
             assert command.count("soak.py") == command.count("soak.py --model MODEL"), command
             assert command.count("/chaos.py") == command.count("/chaos.py --model MODEL"), command
             assert command.count("fuzz_wire.py") == command.count("--frames 100000"), command
+            assert command.count("bench_round.py") == command.count("--out times.json"), command
+
+
+def test_commands_stand_where_they_are_run() -> None:
+    """Red when a page has a command in a line of text, or in a block that nobody runs."""
+    for path in (ROOT / "docs").glob("*.md"):
+        text = path.read_text()
+        assert path.name in PAGES or "```sh" not in text, path.name
+        outside = re.sub(r"```.*?```", "", text, flags=re.S)
+        commands = re.findall(r"`((?:SGLANG_[^`\n]*)?(?:python|curl) [^`\n]*)`", outside)
+        assert not commands, f"{path.name}: {commands}"
