@@ -236,21 +236,24 @@ def test_which_grammars_roll_back() -> None:
     assert can_roll_back(ReasonerGrammarObject(None, [5]))
 
 
-def run_host_benchmark(*flags: str) -> dict[str, Any]:
-    script = Path(__file__).resolve().parents[2] / "benchmark" / "bench_host.py"
+def run_benchmark(name: str, *flags: str) -> tuple[int, dict[str, Any]]:
+    """Its exit code, and what its last line says."""
+    script = Path(__file__).resolve().parents[2] / "benchmark" / f"{name}.py"
     run = subprocess.run(
         [sys.executable, script, *flags], capture_output=True, text=True, timeout=1500, check=False
     )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    record: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return record
+    last = (run.stdout.splitlines() or [""])[-1]
+    assert last.startswith("{"), run.stdout[-2000:] + run.stderr[-2000:]
+    record: dict[str, Any] = json.loads(last)
+    return run.returncode, record
 
 
 def test_host_benchmark_runs() -> None:
     """Red when the worker's round changes and the benchmark of its host time is left behind."""
     small = ("--rounds", "3", "--vocab-size", "2000", "--output-len", "20")
-    arms = run_host_benchmark(*small, "--most-added", "100")["arms"]
-    assert set(arms) == {"without", "plain", "penalised"}
+    code, record = run_benchmark("bench_host", *small, "--most-added", "100")
+    assert code == 0, record
+    assert set(record["arms"]) == {"without", "plain", "penalised"}
 
 
 @pytest.mark.slow
@@ -260,7 +263,8 @@ def test_plain_requests_pay_next_to_nothing(figures: dict[str, Any]) -> None:
 
     CPU time of one thread, paired over 500 rounds in one run: what else runs does not count.
     """
-    record = run_host_benchmark()
+    code, record = run_benchmark("bench_host")
+    assert code == 0, record
     assert record["flags"]["rounds"] == 500
     figures.update({arm: round(one["added"], 4) for arm, one in record["arms"].items()})
 
@@ -271,6 +275,25 @@ def test_host_benchmark_judges(added: float, says: list[str]) -> None:
     results = {"plain": {"added": added}, "penalised": {"added": 0.5}}
     found = bench_host.failures_of(results, 0.03)
     assert found == [f"plain rounds take {say} longer, allowed are 3.0%" for say in says]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_penalties_benchmark_runs(target: Path) -> None:
+    """Red when a flag or a field of the server is renamed and the benchmark is left behind, or
+    what it measures as drafted is not.
+
+    The target as its own drafter costs too much to pay, so either verdict will do.
+    """
+    models = ("--target", str(target), "--draft", str(target), "--dtype", "float32")
+    code, record = run_benchmark("bench_penalties", *models, "--new-tokens", "24", "--repeats", "1")
+    assert [one["setting"] for one in record["results"]] == list(bench_penalties.SETTINGS)
+    assert code == bool(record["failures"])
+    for one in record["results"]:
+        assert set(one) == set(bench_penalties.Result.__struct_fields__)
+        assert one["drafts_tokens_per_s"] > 0
+        assert one["plain_tokens_per_s"] > 0
+    assert record["results"][0]["accept_length"] > 1
 
 
 def test_penalties_benchmark_judges() -> None:
