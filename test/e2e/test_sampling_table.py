@@ -33,6 +33,7 @@ from harness.processors import serialized
 from harness.prompts import STORY, encode, tokenizer_of
 from harness.reference import Reference, assert_same
 from harness.server import Server, ServerPool, ServerSpec
+from sglang_ssd.wire.messages import MAX_RID_CHARS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
 VERDICTS = ("speculates", "decodes plainly", "HTTP 400", "at start", "no influence")
@@ -123,7 +124,7 @@ WITHOUT_INFLUENCE: dict[str, Fields] = {
     "data_parallel_rank": {"data_parallel_rank": 0},
     "routing_key": {"routing_key": "a"},
     "routed_experts_start_len": {"routed_experts_start_len": 1},
-    "rid": {"rid": "table-of-parameters"},
+    "rid": {"rid": "r" * MAX_RID_CHARS},
     "conversation_id": {"conversation_id": "a"},
     "log_metrics": {"log_metrics": False},
     "no_logs": {"no_logs": True},
@@ -369,11 +370,12 @@ def test_what_decodes_plainly(server: Server, reference: Reference, story: tuple
             {"max_new_tokens": 12, "custom_params": {"unused": 0}},
             {"custom_logit_processor": serialized("CountCalls")},
         ),
+        Request(story, {"max_new_tokens": 12}, {"rid": "r" * (MAX_RID_CHARS + 1)}),
     ]
     before = plain_rows(server)
     answers = generate_all(server.url, cases)
     assert_same(reference, cases, answers)
-    assert [answer.num_correct_drafts for answer in answers] == [0, 0]
+    assert [answer.num_correct_drafts for answer in answers] == [0] * len(cases)
     assert plain_rows(server) == before + sum(len(answer.output_ids) - 1 for answer in answers)
 
 
@@ -451,25 +453,42 @@ def choice_of(choice: Fields) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("path", OPENAI)
 def test_openai_fields(path: str, server: Server, reference: Reference) -> None:
-    """Red when a field of an OpenAI endpoint means something else under speculation."""
-    before = server.ssd()["correct_drafts"]
+    """Red when a field of an OpenAI endpoint means something else under speculation, or makes its
+    request decode plainly."""
+    before, plain_before = server.ssd()["correct_drafts"], plain_rows(server)
     statuses = []
     for fields in OPENAI[path]:
         body = {"temperature": 0, **OPENAI_BODIES[path], **fields}
         want, have = (outcome(one, f"/v1/{path}", body) for one in (reference.server, server))
         assert have == want, fields
+        assert plain_rows(server) == plain_before, fields
         statuses.append(have[0])
     assert statuses.count(200) > len(statuses) / 2, statuses
     assert server.ssd()["correct_drafts"] > before
     assert server.healthy()
 
 
-def test_embeddings_decode_plainly(pool: ServerPool, spec_for: Any, story: tuple[int, ...]) -> None:
+@pytest.fixture
+def uncached_server(pool: ServerPool, spec_for: Any) -> Server:
+    return pool.get(spec_for("self", flags=("--disable-radix-cache",)))
+
+
+def test_without_the_prefix_cache(uncached_server: Server, reference: Reference) -> None:
+    """Red when drafts end with the prefix cache, or a prompt that is read again tells otherwise."""
+    story = encode(uncached_server.spec.model, STORY)
+    cases = [Request(story[:end], {"max_new_tokens": NUM_TOKENS}) for end in (len(story), -3)]
+    for _ in range(2):
+        answers = generate_all(uncached_server.url, cases)
+        assert_same(reference, cases, answers)
+        assert all(answer.num_correct_drafts > 0 for answer in answers)
+
+
+def test_embeddings_decode_plainly(uncached_server: Server) -> None:
     """Red when a prompt of embeddings is mirrored as the ids that stand in for it.
 
     SGLang takes embeddings only without its prefix cache.
     """
-    server = pool.get(spec_for("self", flags=("--disable-radix-cache",)))
+    server = uncached_server
     story = encode(server.spec.model, STORY)
     body = {
         "input_embeds": _embedding_rows(server, story),
