@@ -7,9 +7,11 @@ from typing import Any
 import sglang as sgl
 from sglang.lang.choices import unconditional_likelihood_normalized
 
+from harness.grammars import SCHEMA
 from harness.server import Server
 
 CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Paris", "Quito", "Delhi", "Rome")
+THOUGHT = r"<think>[a-z][a-z ]{7,15}</think> [A-Z][a-z ]{6,12}\."
 METHODS = {
     "by length": sgl.token_length_normalized,
     "by token": sgl.greedy_token_selection,
@@ -31,6 +33,42 @@ def tour(s: Any, city: str) -> Any:
     s += sgl.gen("year", max_tokens=6, regex=r"[12][0-9]{3}")
     s += "\nIn short:" + sgl.gen("short", max_tokens=16, stop_regex=r"[.,!?]")
     s += "\nIs it large?" + sgl.select("large", choices=[" YES", " NO", " HARD TO SAY"])
+
+
+@sgl.function
+def interview(s: Any, city: str) -> Any:
+    """Roles in both forms, a scored answer, one with a thought, a choice by gen, what is typed."""
+    s += sgl.system("You know every city.")
+    with s.user():
+        s += f"Tell me about {city}."
+    with s.assistant(), s.var_scope("said"):
+        s += "Well," + sgl.gen("intro", max_tokens=16, stop="\n")
+    s.user("Is it old?")
+    scores = {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+    s += sgl.assistant(sgl.gen("scored", max_tokens=12, **scores))
+    s += sgl.user("Think of its name.")
+    thought = sgl.gen("thought", max_tokens=60, regex=THOUGHT)
+    s += sgl.separate_reasoning(sgl.assistant(thought), model_type="qwen3")
+    s += "\nIs it large?" + sgl.gen("large", choices=[" YES", " NO", " HARD TO SAY"])
+    s += "\nPeople: " + sgl.gen_int("people", max_tokens=6)
+    s += "\nShare: " + sgl.gen("share", max_tokens=6, dtype=float)
+    s += "\nOld: " + sgl.gen("old", max_tokens=4, dtype=bool)
+    s += "\nName: " + sgl.gen_string("name", max_tokens=12)
+    s += "\nJSON: " + sgl.gen("json", max_tokens=48, json_schema=SCHEMA)
+
+
+@sgl.function
+def gather(s: Any, city: str) -> Any:
+    """A copy whose text is thrown away, and a group of forks that is filled and joined as one."""
+    s += f"Three facts about {city}.\n"
+    with s.copy() as aside:
+        aside += "By the way," + sgl.gen("intro", max_tokens=12)
+    forks = s.fork(3)
+    forks += lambda index: f"{index + 1}."
+    forks += [" It", " Its people", " Its river"]
+    forks += sgl.gen("fact", max_tokens=12, stop="\n")
+    forks.join()
+    s += " ".join(s["fact"]) + "\nBest:" + sgl.gen("large", choices=[" 1", " 2", " 3"])
 
 
 @sgl.function

@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 
-from harness.frontend import CITIES, METHODS, choose, run_batch, run_streamed, tour
+from harness.checkpoints import DrafterKind
+from harness.client import Answer
+from harness.frontend import (
+    CITIES,
+    METHODS,
+    choose,
+    gather,
+    interview,
+    run_batch,
+    run_streamed,
+    tour,
+)
 from harness.idle import assert_drained
-from harness.logprobs import MAX_DIFFERENCE
+from harness.logprobs import MAX_DIFFERENCE, assert_same_logprobs
 from harness.reference import Reference
 from harness.rounds import RoundCounter
 from harness.server import Server
@@ -45,9 +56,46 @@ def test_fr_20(server: Server, reference: Reference) -> None:
     assert_drained(server)
 
 
-def test_fr_20_streamed(server: Server, reference: Reference) -> None:
+def what_it_holds(state: Any) -> dict[str, Any]:
+    assert state.error() is None
+    executor = state.stream_executor
+    told = {name: meta for name, meta in executor.meta_info.items() if "finish_reason" in meta}
+    counts = {name: (m["completion_tokens"], m["finish_reason"]) for name, m in told.items()}
+    return {"text": state.text(), "variables": executor.variables, "counts": counts}
+
+
+def scored(state: Any) -> Answer:
+    return Answer(text="", output_ids=[], meta_info=state.get_meta_info("scored"))
+
+
+def test_fr_20_typed_and_joined(kind: DrafterKind, server: Server, reference: Reference) -> None:
+    """Red when what a program gets by a role, a type, a schema, a thought, a choice of gen, a copy
+    or a joined group is not what the plain server gives, or the logprobs it asks for are not."""
+    counter = RoundCounter(server)
+    pairs = [
+        pair
+        for program in (interview, gather)
+        for pair in zip(
+            *(run_batch(program, one, CITIES[:4]) for one in (server, reference.server)),
+            strict=True,
+        )
+    ]
+    for have, want in pairs:
+        assert what_it_holds(have) == what_it_holds(want)
+    for have, want in pairs[:4]:
+        assert_same_logprobs(scored(want), scored(have), side="output")
+        assert len(scored(have).meta_info["output_top_logprobs"]) > 1
+        assert re.fullmatch(r"[-+]?[0-9]+", have["people"])
+        assert have["old"] in ("True", "False")
+        assert have["thought_reasoning_content"]
+    assert kind == "random" or counter.since().correct_drafts > 0
+    assert_drained(server)
+
+
+@pytest.mark.parametrize("program", [tour, interview], ids=["tour", "interview"])
+def test_fr_20_streamed(program: Any, server: Server, reference: Reference) -> None:
     """Red when the pieces that a program sees do not join to what it holds at the end."""
-    have, want = (run_streamed(tour, one, CITIES[0]) for one in (server, reference.server))
+    have, want = (run_streamed(program, one, CITIES[0]) for one in (server, reference.server))
     assert have.text() == want.text()
     assert have["large"] == want["large"]
 
