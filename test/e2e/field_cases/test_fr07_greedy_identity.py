@@ -43,6 +43,7 @@ def test_fr_07(
 
 
 def test_fr_07_bf16(
+    kind: DrafterKind,
     target: Path,
     pool: ServerPool,
     reference_pool: ServerPool,
@@ -50,9 +51,9 @@ def test_fr_07_bf16(
     size: Size,
     figures: dict[str, Any],
 ) -> None:
-    """Red when a difference in bfloat16 is more than rounding."""
+    """Red when the first difference of an answer in bfloat16 is more than rounding."""
     settings = (("drafter_dtype", "bfloat16"),)
-    server = pool.get(spec_for("noisy", flags=BF16, settings=settings))
+    server = pool.get(spec_for(kind, flags=BF16, settings=settings))
     plain = ServerSpec(model=str(target), flags=(*BF16, "--disable-overlap-schedule"))
     reference = Reference(reference_pool, plain)
     prompts = load_prompts(server.spec.model, size.num_prompts)
@@ -62,4 +63,4 @@ def test_fr_07_bf16(
     found = assert_same(reference, cases, answers, max_gap=MAX_BF16_GAP, num_rounded=len(cases))
     gaps = [divergence.gap for divergence in found]
     figures.update(counter.since().summary(), rounding=len(found), largest_gap=max(gaps, default=0))
-    assert_drafted("noisy", answers)
+    assert_drafted(kind, answers)
