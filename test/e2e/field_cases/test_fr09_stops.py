@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -100,10 +102,9 @@ def test_fr_09(stop_kind: str, kind: DrafterKind, server: Server, reference: Ref
     assert_same_cuts(reference, cases, answers)
     assert lengths_of(answers) == [offset + 1 for offset in OFFSETS]
     assert_drafted(kind, answers)
-    for case in cases[2:9:3]:
-        streamed = stream(server.url, case)
-        assert_same_cuts(reference, [case], [streamed.answer])
-        assert streamed.texts[-1] == streamed.answer.text
+    with ThreadPoolExecutor(4) as clients:
+        streams = list(clients.map(partial(stream, server.url), cases))
+    assert_same_cuts(reference, cases, [streamed.answer for streamed in streams])
 
 
 def lengths_of(answers: list[Answer]) -> list[int]:

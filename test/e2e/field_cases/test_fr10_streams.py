@@ -60,12 +60,12 @@ def assert_joined(name: str, server: Server, reference: Reference) -> None:
 
 
 def test_fr_10_increments_of_three_tokens(
-    pool: ServerPool, spec_for: Any, reference: Reference
+    kind: DrafterKind, pool: ServerPool, spec_for: Any, reference: Reference
 ) -> None:
     """Red when a server that streams increments, three tokens at a time at least, loses a piece or
     sends one twice, to /generate or over OpenAI, whose clients cannot ask for an interval."""
     flags = ("--stream-interval", str(INTERVAL), "--incremental-streaming-output")
-    server = pool.get(spec_for("noisy", flags=flags))
+    server = pool.get(spec_for(kind, flags=flags))
     counter = RoundCounter(server)
     for name, text in SPELLED.items():
         case = Request(encode(server.spec.model, text), {"max_new_tokens": 32, "ignore_eos": True})
@@ -74,4 +74,4 @@ def test_fr_10_increments_of_three_tokens(
         assert len(texts) <= 2 + 32 // INTERVAL
         assert REPLACEMENT in answer.text or not any(REPLACEMENT in part for part in texts)
         assert_joined(name, server, reference)
-    assert counter.since().correct_drafts > 0
+    assert kind == "random" or counter.since().correct_drafts > 0

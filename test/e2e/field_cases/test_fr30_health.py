@@ -6,11 +6,10 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import requests as http
-
-from harness.client import Request, generate
+from harness.client import Request, generate, generate_all
 from harness.drafter_faults import (
     assert_drafts_again,
+    assert_healthy,
     assert_serves_on,
     long_requests,
     status,
@@ -39,14 +38,14 @@ def test_fr_30(struck_server: Server, reference: Reference) -> None:
         assert status(server)["state"] == "degraded"
         assert server.ssd()["degraded"]
         assert_metric_shows(server, 1.0)
-        prompt = ids_of_length(server.spec.model, 1500)
+        prompts = [ids_of_length(server.spec.model, length) for length in (1900, 1920)]
+        long = [Request(prompt, {"max_new_tokens": 2}) for prompt in prompts]
         with ThreadPoolExecutor(1) as clients:
-            prefilling = clients.submit(
-                generate, server.url, Request(prompt, {"max_new_tokens": 2})
-            )
+            prefilling = clients.submit(generate_all, server.url, long)
             time.sleep(0.2)
-            assert http.get(f"{server.url}/health", timeout=10).status_code == 200
-            assert len(prefilling.result().output_ids) == 2
+            assert_healthy(server)
+            assert not prefilling.done(), "nothing was read while health was asked"
+            assert [len(answer.output_ids) for answer in prefilling.result()] == [2, 2]
     finally:
         drafter.send_signal(signal.SIGCONT)
     wait_until_ready(server)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import requests as http
 
-from harness.benchmark import bench_serving
+from harness.benchmark import Backend, bench_serving
 from harness.checkpoints import DrafterKind
 from harness.client import Answer, Request, generate_all, openai
 from harness.idle import assert_drained
@@ -29,6 +29,9 @@ BOUNDS: dict[DrafterKind, tuple[float, float]] = {
 """Of the accept rate; its first rounds may find the drafter still reading the prompt."""
 LEAST_OF_SELF = 0.97
 """Of the drafts of rows that had some; the others of the target's own drafter are roundings."""
+ITL_ERROR: dict[Backend, float] = {"sglang": 0.15, "sglang-oai": 0.3}
+"""Share by which a mean may be off. Of an OpenAI endpoint SGLang's benchmark counts the tokens of a
+chunk by its text."""
 LAST_INTERVAL = 0.1
 """Share by which SGLang's average may be off: it lacks the rounds since the last log line."""
 
@@ -101,11 +104,16 @@ def test_fr_34_openai(server: Server) -> None:
     assert_adds_up({**details, "completion_tokens": answer["usage"]["completion_tokens"]})
 
 
-def test_fr_34_benchmark(server: Server, tmp_path: Path, figures: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", ITL_ERROR)
+def test_fr_34_benchmark(
+    backend: Backend, server: Server, tmp_path: Path, figures: dict[str, Any]
+) -> None:
     """Red when SGLang's own benchmark finds no accept length, or a chunk's time for a token's."""
-    accept_length, found = bench_serving(server, tmp_path, num_prompts=8, num_tokens=32)
+    accept_length, found = bench_serving(
+        server, tmp_path, num_prompts=8, num_tokens=32, backend=backend
+    )
     figures["accept_length"] = accept_length
     assert 1 <= accept_length <= NUM_STEPS + 1
     assert found["total_output_tokens"] == 8 * 32
     decoding_ms = found["mean_e2e_latency_ms"] - found["mean_ttft_ms"]
-    assert found["mean_itl_ms"] * 31 == pytest.approx(decoding_ms, rel=0.15)
+    assert found["mean_itl_ms"] * 31 == pytest.approx(decoding_ms, rel=ITL_ERROR[backend])
