@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 
 from harness.checkpoints import DrafterKind
-from harness.client import Request, generate_all, openai, stream
+from harness.client import Request, generate, generate_all, openai, stream
 from harness.draws import seeded
-from harness.logprobs import MAX_DIFFERENCE, assert_same_logprobs
+from harness.logprobs import MAX_DIFFERENCE, assert_close, assert_same_logprobs
 from harness.prompts import STORY, encode
 from harness.reference import Reference, assert_same
 from harness.rounds import assert_drafted
-from harness.server import Server
+from harness.server import Server, ServerPool
 
 ALL: dict[str, Any] = {
     "return_logprob": True,
@@ -59,6 +59,30 @@ def test_fr_18_sampled(kind: DrafterKind, server: Server, drafts_off: Reference)
         assert have.output_ids == want.output_ids
         assert_same_logprobs(want, have)
     assert_drafted(kind, answers)
+
+
+def test_fr_18_original(pool: ServerPool, spec_for: Any, reference: Reference) -> None:
+    """Red when SGLANG_RETURN_ORIGINAL_LOGPROB no longer reaches a verify: the logprobs of drawn
+    tokens are then those of the temperature, not those that the plain server gives to the text."""
+    server = pool.get(spec_for("noisy", env=(("SGLANG_RETURN_ORIGINAL_LOGPROB", "1"),)))
+    cases = [
+        msgspec.structs.replace(case, options={"return_logprob": True})
+        for case in seeded(server.spec.model, 4, {"temperature": 0.7, "top_p": 0.9})
+    ]
+    answers = generate_all(server.url, cases)
+    assert_drafted("noisy", answers)
+    for case, answer in zip(cases, answers, strict=True):
+        whole = Request(
+            (*case.prompt, *answer.output_ids),  # type: ignore[arg-type]
+            {"max_new_tokens": 1},
+            {"return_logprob": True, "logprob_start_len": 0},
+        )
+        read = generate(reference.server.url, whole).meta_info["input_token_logprobs"]
+        assert_close(
+            [entry[:2] for entry in read[-len(answer.output_ids) :]],
+            [entry[:2] for entry in answer.meta_info["output_token_logprobs"]],
+            "output_token_logprobs",
+        )
 
 
 def test_fr_18_ruled(kind: DrafterKind, serial_server: Server, reference: Reference) -> None:
