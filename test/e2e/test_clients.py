@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import requests as http
 from openai import OpenAI
+from pydantic import BaseModel
 
 from harness.benchmark import Backend, bench_serving
 from harness.client import Request, generate
@@ -149,6 +150,56 @@ def test_openai_completion_with_logprobs(server: Server, reference: Reference) -
     )
 
 
+@pytest.mark.slow
+def test_openai_completion_streamed(server: Server, reference: Reference) -> None:
+    """Red when the pieces of a streamed completion, or their logprobs, do not join to the whole."""
+    options = {"model": "default", "prompt": "The three primary colours are", "logprobs": 1}
+    options |= {"temperature": 0, "max_tokens": 24}
+    whole = _client(reference.server).completions.create(**options).choices[0]
+    chunks = _client(server).completions.create(stream=True, **options)
+    pieces = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert pieces[-1].finish_reason == whole.finish_reason
+    told = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    assert [token for one in told for token in one.tokens] == whole.logprobs.tokens
+    logprobs = [logprob for one in told for logprob in one.token_logprobs]
+    assert logprobs == pytest.approx(whole.logprobs.token_logprobs, abs=MAX_DIFFERENCE)
+
+
+@pytest.mark.slow
+def test_openai_models(server: Server, reference: Reference) -> None:
+    """Red when the client finds other models than on the plain server, or none."""
+    want, have = (
+        [(model.id, model.root, model.max_model_len) for model in _client(one).models.list()]
+        for one in (reference.server, server)
+    )
+    assert have == want != []
+
+
+class City(BaseModel):
+    old: bool
+    continent: Literal["Europe", "Africa", "Asia"]
+
+
+@pytest.mark.slow
+def test_openai_parse(server: Server, reference: Reference) -> None:
+    """Red when the client's own schema of a class is not kept to, or is filled otherwise."""
+
+    def ask(which: Server) -> Any:
+        chat = _client(which).chat.completions.parse(
+            model="default",
+            messages=[{"role": "user", "content": "Where is Rome? Answer in JSON."}],
+            response_format=City,
+            temperature=0,
+            max_tokens=100,
+        )
+        return chat.choices[0].message
+
+    want, have = ask(reference.server), ask(server)
+    assert have.content == want.content
+    assert isinstance(have.parsed, City)
+
+
 def test_frontend_program(server: Server, reference: Reference) -> None:
     """Red when a scoring request opens a sequence, or forks of one prefix disturb each other."""
 
@@ -194,6 +245,34 @@ def test_stock_serving_benchmark(
     assert accept_length > 3
     assert found["completed"] == 6
     assert found["total_output_tokens"] == 6 * NUM_BENCHMARKED
+
+
+BENCHMARK_MODES: dict[str, tuple[str, ...]] = {
+    "request-rate": ("--request-rate", "3"),
+    "logprobs": ("--return-logprob", "--top-logprobs-num", "2", "--logprob-start-len", "0"),
+    "shared-prefix": (
+        *("--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2"),
+        *("--gsp-prompts-per-group", "3", "--gsp-system-prompt-len", "48"),
+        *("--gsp-question-len", "16", "--gsp-output-len", str(NUM_BENCHMARKED)),
+        "--gsp-send-routing-key",  # or its prompts come from a file that an earlier run left
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", BENCHMARK_MODES)
+def test_modes_of_the_stock_serving_benchmark(mode: str, server: Server, tmp_path: Path) -> None:
+    """Red when arrivals one by one, logprobs or shared prefixes cost requests, tokens or drafts."""
+    accept_length, found = bench_serving(
+        server,
+        tmp_path,
+        num_prompts=6,
+        num_tokens=NUM_BENCHMARKED,
+        flags=BENCHMARK_MODES[mode],
+    )
+    assert found["completed"] == 6, found["errors"]
+    assert found["total_output_tokens"] == 6 * NUM_BENCHMARKED
+    assert accept_length > 3
 
 
 MALFORMED: tuple[tuple[str, Any], ...] = (

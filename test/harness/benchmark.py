@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,15 +24,16 @@ def bench_serving(
     num_tokens: int,
     backend: Backend = "sglang",
     streamed: bool = True,
+    flags: Sequence[str] = (),
 ) -> tuple[float, dict[str, Any]]:
-    """The accept length that it printed, and all that it wrote down."""
+    """The accept length that it printed, and all that it wrote down; flags win over ours."""
     result = folder / "bench.jsonl"
     command = [sys.executable, "-m", "sglang.bench_serving", "--backend", backend]
     command += ["--base-url", server.url, "--model", server.spec.model]
     command += ["--dataset-name", "random-ids", "--num-prompts", str(num_prompts)]
     command += ["--max-concurrency", "4", "--random-range-ratio", "1"]
     command += ["--random-input-len", "32", "--random-output-len", str(num_tokens)]
-    command += [] if streamed else ["--disable-stream"]
+    command += [*flags] if streamed else ["--disable-stream", *flags]
     command += ["--output-details", "--output-file", str(result)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
