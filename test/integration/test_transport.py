@@ -91,8 +91,21 @@ def test_one_drafter_answers_each_of_several_targets(drafter, connect):
         assert [(m.rids, ids) for m, ids in receive(target)] == [([name], [len(name)])]
 
 
-def test_tcp_on_the_loopback_works_and_names_its_port(connect):
-    drafter = DrafterSocket("tcp://127.0.0.1:0")
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+IPV6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 on the loopback interface here")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("[::1]", marks=IPV6)])
+def test_tcp_on_the_loopback_works_and_names_its_port(connect, host):
+    """Red when an endpoint that is allowed is one that cannot be bound, or never reached."""
+    drafter = DrafterSocket(f"tcp://{host}:0")
     try:
         assert not drafter.endpoint.endswith(":0")
         send_connected(connect(drafter.endpoint), StatusRequest())

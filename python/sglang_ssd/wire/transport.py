@@ -104,7 +104,7 @@ class TargetSocket:
         self._gate = _Gate(endpoint)
         self.stats = self._gate.stats
         self._context = zmq.Context()
-        self._socket = _open_socket(self._context, zmq.DEALER)
+        self._socket = _open_socket(self._context, zmq.DEALER, endpoint)
         self._socket.setsockopt(zmq.IDENTITY, uuid.uuid4().bytes)
         # Queue only for a peer that is connected: what is meant for this moment is useless later.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -138,7 +138,7 @@ class DrafterSocket:
         self.stats = self._gate.stats
         self._context = zmq.Context()
         self._guard = None
-        self._socket = _open_socket(self._context, zmq.ROUTER)
+        self._socket = _open_socket(self._context, zmq.ROUTER, endpoint)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send to nobody is an error we count
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a target that reconnects keeps its name
         if keys is not None:
@@ -209,8 +209,11 @@ def _refuse_taken_path(endpoint: str) -> None:
             raise ValueError(f"{endpoint!r}: another process listens there")
 
 
-def _open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+def _open_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str
+) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
+    socket.setsockopt(zmq.IPV6, int(endpoint.startswith("tcp://[")))
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
