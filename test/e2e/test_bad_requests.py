@@ -33,7 +33,7 @@ CASES = (
     BadRequest(
         "opt-out",
         {"sampling_params": {"custom_params": {"ssd": "no"}}},
-        "custom_params ssd 'no': must be true or false",
+        "custom_params ssd 'no': must be true, false or null",
     ),
     BadRequest(
         "custom-params",
@@ -81,7 +81,8 @@ CASES = (
     BadRequest(
         "both",
         {"return_sampling_mask": True, "sampling_params": {"custom_params": {"ssd": 0}}},
-        f"return_sampling_mask True: {NOT_SERVED}; custom_params ssd 0: must be true or false",
+        f"return_sampling_mask True: {NOT_SERVED}; "
+        "custom_params ssd 0: must be true, false or null",
     ),
 )
 
@@ -131,7 +132,7 @@ def test_openai_refuses_with_the_whole_reason(server: Server, path: str, stream:
     """Red when the OpenAI endpoints take what /generate refuses, or say less."""
     body = {"model": "any", "stream": stream, **OPENAI[path]}
     experts = "return_routed_experts"
-    opt_out = "custom_params ssd 'no': must be true or false"
+    opt_out = "custom_params ssd 'no': must be true, false or null"
     cases = (
         ({"custom_params": {"ssd": "no"}}, opt_out),
         ({experts: True}, f"{experts} True: {NOT_SERVED}"),

@@ -79,7 +79,7 @@ def refusal_reasons(fields: Mapping[str, Any], *, vocab_size: int) -> list[str]:
         custom_params = None
     opt_out = (custom_params or {}).get("ssd")
     if not (opt_out is None or isinstance(opt_out, bool)):
-        reasons.append(f"custom_params ssd {opt_out!r}: must be true or false")
+        reasons.append(f"custom_params ssd {opt_out!r}: must be true, false or null")
     reasons += _processor_reasons(fields.get("custom_logit_processor"))
     reasons += _logprob_reasons(fields, vocab_size)
     return reasons + _stop_token_reasons(params, vocab_size)
