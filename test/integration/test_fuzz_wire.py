@@ -20,8 +20,8 @@ def test_malformed_frames_do_no_harm() -> None:
 
 def test_what_proves_nothing_fails() -> None:
     """Red when a long run passes whose frames end at the header, or miss a part of the decoder."""
-    shallow = Tally(sent=100, passed_header=29)
-    deep = Tally(sent=100, passed_header=30)
+    shallow = Tally(sent=200, refused={"header": 71, "columns": 29}, accepted=100)
+    deep = Tally(sent=200, refused={"oversize": 70, "id_frame": 30}, accepted=100)
     run = Run(
         tallies={"to_drafter": deep, "to_target": shallow},
         branches_taken=9,
@@ -32,7 +32,7 @@ def test_what_proves_nothing_fails() -> None:
         resident_growth_mb=20.1,
     )
     assert run.failures() == [
-        "only 29% of the frames to_target passed the header",
+        "only 29% of the frames refused to_target passed the header",
         "branch never taken: _decode_ids 137 jumps",
         "no text was finished meanwhile",
         "memory grew by 20.1 MB, allowed are 20",
@@ -40,7 +40,7 @@ def test_what_proves_nothing_fails() -> None:
 
 
 def test_a_frame_of_another_version_or_size_does_not_pass_the_header() -> None:
-    """Red when what is refused at the header counts as passing it."""
+    """Red when what is refused at the header, or not at all, counts as passing it."""
     good = encode(StatusRequest())
     tally = Tally()
     for frames in (
@@ -52,5 +52,5 @@ def test_a_frame_of_another_version_or_size_does_not_pass_the_header() -> None:
         classify("to_drafter", frames, tally)
     version = encode(DraftClose([], []))
     classify("to_drafter", [bytes([SCHEMA_VERSION + 1]) + version[0][1:]], tally)
-    assert (tally.sent, tally.accepted, tally.passed_header) == (5, 1, 2)
+    assert (tally.sent, tally.accepted, tally.header_share) == (5, 1, 0.25)
     assert tally.refused == {"id_frame": 1, "oversize": 1, "header": 1, "schema_version": 1}
