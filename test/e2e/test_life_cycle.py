@@ -39,7 +39,7 @@ def test_an_idle_server_holds_nothing_and_sleeps(
     time.sleep(2)
     status = drafter_status(server)
     assert status.live_sequences == 0
-    assert status.protocol_errors == 0
+    assert status.refused == {}
     assert server.ssd()["live_sequences"] == 0
     assert status.free_slots == status.total_slots
     time.sleep(1)

@@ -137,7 +137,8 @@ class Fuzzer:
             case 2:
                 return HelloRequest()
             case 3:
-                return DrafterStatus(*[rng.randrange(9) for _ in DrafterStatus.__struct_fields__])
+                counts = [rng.randrange(9) for _ in DrafterStatus.__struct_fields__[1:]]
+                return DrafterStatus(*counts, refused={"key": 1})
             case _:
                 served = rng.choices(["hit", "chain_hit", "jit", "none", "prefill", "unknown"], k=5)
                 return SpeculateReply(

@@ -183,7 +183,7 @@ def test_a_row_that_cannot_be_right_loses_its_sequence_only(base: int, ids: list
     target.send(commit(base, ids), ids)
     reply = only_reply(target)
     assert (reply.rid, reply.served) == ("r", "unknown")
-    assert target.loop.status().protocol_errors == 1
+    assert target.loop.status().refused == {"row": 1}
     assert [seq.rid for seq in target.loop.table] == ["other"]
 
 
@@ -203,7 +203,7 @@ def test_a_commit_that_contradicts_rewinds_to_the_longest_match() -> None:
     assert_replies_continue(target, [reply])
     target.run_until_idle()
     assert_kv_is_fresh(target)
-    assert target.loop.status().protocol_errors == 1
+    assert target.loop.status().refused == {"contradiction": 1}
     target.take_replies()
     assert target.round()[0].served != "unknown"
 
@@ -252,6 +252,25 @@ def test_a_target_that_said_no_hello_gets_nothing() -> None:
     target.loop.step(0.0)
     assert target.loop.table.is_empty()
     assert target.transport.outbox == [(b"stranger", HelloRequest(), [])] * 2
+    assert target.loop.status().refused == {"stranger": 2}
+
+
+def test_what_is_refused_is_counted_always_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Red when a peer is refused and the drafter's own numbers, or its log, know nothing of it."""
+    target = target_of()
+    target.transport.stats.refused["key"] = 7  # as a transport counts them
+    for number in range(3):
+        target.num_steps = 99
+        target.hello(peer=b"deep")
+        target.open(f"r{number}", PROMPT, DraftRule(repetition_penalty=0.0))
+        target.send(commit(2, [1]), [1], peer=b"stranger")
+        target.step()
+    assert target.loop.status().refused == {"key": 7, "hello": 3, "stranger": 3, "sync": 3}
+    assert [record.message for record in caplog.records] == [
+        "refuses target toy: num_steps 99, allowed are 1..16",
+        "opens no r0: foreign ids, or no rule to follow",
+        "asks a target that it has not welcomed to say hello",
+    ]
 
 
 def test_what_is_kept_of_targets_that_are_gone_is_bounded() -> None:
@@ -287,7 +306,7 @@ def test_a_rule_that_cannot_be_followed_opens_nothing(rule: DraftRule) -> None:
     target.open("r", PROMPT, rule)
     target.run_until_idle()
     assert target.loop.table.is_empty()
-    assert target.loop.status().protocol_errors == 1
+    assert target.loop.status().refused == {"sync": 1}
     assert [(reply.rid, reply.served) for reply in target.replies] == [("r", "foreign")]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from sglang_ssd.config import SsdConfig, flag_name
 from sglang_ssd.target.metrics import METRICS, PREFIX
 from sglang_ssd.target.stats import PLAIN_CAUSES
+from sglang_ssd.wire.messages import REFUSED_CAUSES
 
 ROOT = Path(__file__).parents[2]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,6 +38,11 @@ def test_every_metric_is_described() -> None:
 def test_every_cause_of_plain_decode_is_explained() -> None:
     causes = [row[0].strip("`") for row in rows_of("user_guide.md", "cause of plain decode")]
     assert sorted(causes) == sorted(PLAIN_CAUSES)
+
+
+def test_every_cause_of_a_refusal_is_explained() -> None:
+    (row,) = [row for row in rows_of("operations.md", "field") if row[0] == "`drafter_refused`"]
+    assert sorted(re.findall(r"`(\w+)`", row[1])) == sorted(REFUSED_CAUSES)
 
 
 def test_flags_in_the_docs_exist() -> None:

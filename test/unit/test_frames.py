@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import msgspec
 import pytest
 
 from sglang_ssd.wire.frames import (
     MAX_FRAME_BYTES,
+    Cause,
     ProtocolError,
     are_in_vocabulary,
     decode_to_drafter,
@@ -18,6 +20,7 @@ from sglang_ssd.wire.frames import (
 from sglang_ssd.wire.messages import (
     MAX_RANK,
     MAX_RULE_TOKENS,
+    REFUSED_CAUSES,
     SCHEMA_VERSION,
     DraftClose,
     DrafterStatus,
@@ -62,7 +65,7 @@ REPLY = SpeculateReply(
     served=["hit", "jit", "none"],
     bonus_ranks=[0, -1, -1],
 )
-STATUS = DrafterStatus(*range(10), 0.5, 0.25, 3, 1 << 30, 0)
+STATUS = DrafterStatus(*range(9), 0.5, 0.25, 3, 1 << 30, 0, {"key": 2})
 
 TO_DRAFTER = [
     (HELLO, None),
@@ -193,6 +196,15 @@ def test_a_count_that_metrics_cannot_take_is_refused(field, value):
     message = msgspec.structs.replace(STATUS, **{field: value})
     with pytest.raises(ProtocolError):
         decode_to_target(encode(message))
+
+
+def test_causes_of_a_refusal_are_a_fixed_few():
+    """Red when a drafter can fill a target's metrics with labels, or a cause of ours is lost."""
+    for refused in ({"mine": 1}, {"key": -1}):
+        message = msgspec.structs.replace(STATUS, refused=refused)
+        with pytest.raises(ProtocolError):
+            decode_to_target(encode(message))
+    assert set(get_args(Cause)) <= set(REFUSED_CAUSES)
 
 
 def test_a_target_has_a_vocabulary():

@@ -20,7 +20,7 @@ from sglang_ssd.target.metrics import (
 )
 from sglang_ssd.target.reporting import log_line
 from sglang_ssd.target.stats import PLAIN_CAUSES, ClientStats
-from sglang_ssd.wire.messages import DrafterStatus
+from sglang_ssd.wire.messages import REFUSED_CAUSES, DrafterStatus
 from sglang_ssd.wire.transport import TransportStats
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="comes with sglang")
@@ -37,12 +37,12 @@ STATUS = DrafterStatus(
     hits=5,
     misses=1,
     stale_commits=1,
-    protocol_errors=0,
     drafting_seconds=0.5,
     branch_step_seconds=0.25,
     dropped_replies=1,
     resident_bytes=1 << 30,
     device_bytes=0,
+    refused={"key": 2},
 )
 
 
@@ -98,6 +98,9 @@ def test_counters_follow_and_add_up() -> None:
     assert exported.samples("dropped_replies_total") == {"stale": 2, "bad": 0, "malformed": 4}
     assert exported.samples("drafter_memory_bytes") == {"resident": 1 << 30, "device": 0}
     assert exported.samples("drafter_kv_usage") == {"": 0.25}
+    none = dict.fromkeys(REFUSED_CAUSES, 0)
+    dropped = {**none, "key": 2, "stale_commit": 1, "undelivered_reply": 1}
+    assert exported.samples("drafter_dropped_messages_total") == dropped
 
 
 def test_a_drafter_that_starts_anew_does_not_count_backwards() -> None:

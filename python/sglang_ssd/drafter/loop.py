@@ -43,6 +43,7 @@ from sglang_ssd.wire.frames import ProtocolError, are_in_vocabulary
 from sglang_ssd.wire.messages import (
     MAX_RANK,
     NO_ROUND,
+    REFUSED_CAUSES,
     DraftClose,
     DrafterStatus,
     DraftSync,
@@ -67,7 +68,6 @@ class LoopStats(msgspec.Struct):
     hits: int = 0
     misses: int = 0
     stale_commits: int = 0
-    protocol_errors: int = 0
 
 
 class DraftLoop:
@@ -122,6 +122,7 @@ class DraftLoop:
 
     def status(self) -> DrafterStatus:
         drafting = self._drafting.stats
+        refused = {**self._transport.stats.refused, **self._notices.counts}
         return DrafterStatus(
             live_sequences=self.table.num_live,
             free_slots=self.table.num_free_slots,
@@ -132,12 +133,12 @@ class DraftLoop:
             hits=self.stats.hits,
             misses=self.stats.misses,
             stale_commits=self.stats.stale_commits,
-            protocol_errors=self.stats.protocol_errors + self._transport.stats.malformed,
             drafting_seconds=drafting.drafting_seconds,
             branch_step_seconds=drafting.branch_step_seconds,
             dropped_replies=self._transport.stats.dropped,
             resident_bytes=resident_bytes(),
             device_bytes=device_bytes(),
+            refused={cause: refused[cause] for cause in REFUSED_CAUSES if cause in refused},
         )
 
     # Messages -----------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class DraftLoop:
     def _handle(self, arrived: FromTarget) -> None:
         peer, message = arrived.peer, arrived.message
         if peer not in self._limits and isinstance(message, VerifyCommit | DraftSync):
-            self.stats.protocol_errors += 1
+            self._notices.warn("stranger", "asks a target that it has not welcomed to say hello")
             self._transport.send(peer, HelloRequest())
             return
         match message:
@@ -193,7 +194,7 @@ class DraftLoop:
             self.table.close(older)
         known_ids = are_in_vocabulary(ids, self._abilities.vocab_size)
         if not known_ids or not is_sound(message.rule, committed_len=message.committed_len):
-            self.stats.protocol_errors += 1
+            self._notices.warn("sync", f"opens no {message.rid}: foreign ids, or no rule to follow")
             self._refuse_sync(peer, message, "foreign")
             return
         sequence = DraftedSequence(
@@ -222,7 +223,6 @@ class DraftLoop:
             try:
                 self._commit_row(peer, commit, index, ids[start:end])
             except ProtocolError as error:
-                self.stats.protocol_errors += 1
                 self._notices.warn("row", f"drops a sequence: {error}")
                 self._forget(peer, rid)
                 self._refuse_row(peer, commit, index, "unknown")
@@ -258,7 +258,6 @@ class DraftLoop:
             )
         fork = seq.cache.contradicted_at(base, ids)
         if fork is not None:
-            self.stats.protocol_errors += 1
             self._notices.warn("contradiction", f"rewinds {seq.rid} to {fork} ids")
             self.table.rewind(seq, fork)
         try:

@@ -471,6 +471,9 @@ class DraftClient:
             return
         if len(drafts) > self._num_steps or not are_in_vocabulary(drafts, self._vocab_size):
             self.stats.bad_replies += 1
+            self._notices.warn(
+                "bad_reply", f"SSD drafter: too many drafts or foreign ids for {rid}"
+            )
             drafts = []
         sequence.acked_len = base
         sequence.reply_len = base

@@ -184,12 +184,13 @@ def reload_if_asked(controller: Any, recv_req: Any) -> None:
 
 def drafter_state(client: DraftClient, drafter: DrafterSupervisor | None) -> dict[str, Any]:
     """How the drafter fares, beside the counters; `drafter` is None if another started it."""
-    welcome = client.link.welcome
+    welcome, status = client.link.welcome, client.drafter_status
     return {
         "state": client.state,
         "live_sequences": client.num_live,
         "reply_deadline_ms": round(1000 * client.deadline_s, 3),
         "wire": msgspec.to_builtins(client.transport_stats),
+        "drafter_refused": status and status.refused,
         "drafter_pid": drafter.pid if drafter is not None else welcome and welcome.drafter_pid,
         "drafter_alive": drafter.alive() if drafter is not None else None,
         "drafter_model": drafter.model_path if drafter is not None else None,

@@ -16,7 +16,7 @@ import msgspec
 
 from sglang_ssd.config import MAX_NUM_STEPS
 from sglang_ssd.target.stats import NOT_GUESSED, ClientStats
-from sglang_ssd.wire.messages import DrafterStatus
+from sglang_ssd.wire.messages import REFUSED_CAUSES, DrafterStatus
 from sglang_ssd.wire.transport import TransportStats
 
 PREFIX = "sglang:ssd_"
@@ -151,8 +151,8 @@ def _drafter_values(status: DrafterStatus) -> Values:
         "drafter_prefill_tokens": {"": status.prefill_tokens},
         "drafter_dropped_messages": {
             "stale_commit": status.stale_commits,
-            "protocol_error": status.protocol_errors,
             "undelivered_reply": status.dropped_replies,
+            **{cause: status.refused.get(cause, 0) for cause in REFUSED_CAUSES},
         },
     }
 

@@ -13,11 +13,11 @@ for a rid, so anything that still speaks of an older opening is a no-op.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 _MOST = (1 << 31) - 1  # sums of a few still fit a message
 
@@ -65,6 +65,29 @@ none (a miss under backup "none"), prefill (the prompt is not prefilled yet), fu
 table row), context (past the drafter's context), foreign (ids that the drafter's vocabulary lacks,
 or a rule that it cannot follow), unknown (no such sequence: the target must send DraftSync again).
 """
+
+RefusedCause = Literal[
+    "header",
+    "oversize",
+    "schema_version",
+    "columns",
+    "id_frame",
+    "key",
+    "hello",
+    "stranger",
+    "sync",
+    "row",
+    "contradiction",
+]
+"""What a drafter refused.
+
+header to id_frame: a malformed message (frames.Cause). key: a peer whose CURVE handshake failed.
+hello: a target that it cannot serve. stranger: a message of one that it has not welcomed. sync: a
+sequence of foreign ids or a rule that it cannot follow. row: a row that does not continue its
+sequence. contradiction: one that takes committed ids back.
+"""
+
+REFUSED_CAUSES: tuple[RefusedCause, ...] = get_args(RefusedCause)
 
 
 class DraftRule(msgspec.Struct, frozen=True):
@@ -189,12 +212,12 @@ class DrafterStatus(msgspec.Struct, frozen=True, tag="status"):
     hits: Total
     misses: Total
     stale_commits: Total
-    protocol_errors: Total
     drafting_seconds: Seconds  # wall time inside drafter forwards
     branch_step_seconds: Seconds  # of it, inside branch steps
     dropped_replies: Total  # the target's queue was full, or it was gone
     resident_bytes: Total
     device_bytes: Total  # 0 on a CPU
+    refused: dict[RefusedCause, Total]
 
 
 ToDrafter = Hello | DraftSync | VerifyCommit | DraftClose | StatusRequest

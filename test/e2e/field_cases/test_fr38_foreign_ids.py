@@ -44,8 +44,11 @@ def test_fr_38(
 
 
 @pytest.mark.parametrize("foreign", [-1, HELLO.vocab_size, HELLO.vocab_size + 5, 2**31 - 1])
-def test_fr_38_foreign_ids_arrive(foreign: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red when such an id reaches a verify, or a row with one is not counted as without drafts.
+def test_fr_38_foreign_ids_arrive(
+    foreign: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Red when such an id reaches a verify, or a row with one is not counted as without drafts, or
+    nobody is told.
 
     Ids travel as whole numbers, so there is no NaN to be sent.
     """
@@ -65,3 +68,7 @@ def test_fr_38_foreign_ids_arrive(foreign: int, monkeypatch: pytest.MonkeyPatch)
     stats = server.client.stats
     assert stats.bad_replies > 0
     assert stats.plain_decode["bad_reply"] > 0
+    said = [one.message for one in caplog.records if "foreign ids" in one.message]
+    assert [text.rsplit(" ", 1)[0] for text in said] == [
+        "SSD drafter: too many drafts or foreign ids for"
+    ]
