@@ -1,14 +1,16 @@
-r"""Host time of a round beside the target's forward, and what exact penalties add to it.
+r"""Host time of a round beside the target's forward, and what exact answers add to it.
 
     python benchmark/bench_host.py --batch-size 4 --vocab-size 151936
 
 One worker serves rounds of greedy requests whose drafts are all right; the target's forward is
 replaced by ready logits and the wire by ready replies, so what is timed is everything else: drafts
-in, verify input, choice, acceptance, outcome out, in CPU time of the one thread that does it. The
-arms take turns round by round on the same worker and batch, in random order:
+in, verify input, choice, acceptance, outcome out, and where each request ends, which SGLang's
+scheduler looks for after every round; in CPU time of the one thread that does it. The arms take
+turns round by round on the same worker and batch, in random order:
 
-without    no transforms of rows: what the worker would be if it knew no penalties
-plain      the worker as it is, nobody is penalised
+without    no transforms of rows, and SGLang's own look for the end: what a round would be if it
+           knew no penalties, and not where plain decode ends
+plain      the round as it is, nobody is penalised
 penalised  one request of the batch has three penalties and an output of --output-len tokens
 
 Fails if the arm "plain" takes more than --most-added longer than "without".
@@ -23,11 +25,10 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from tqdm import tqdm
 
@@ -89,7 +90,12 @@ class Rounds:
             args.batch_size * self._width, args.vocab_size, generator=generator
         )
         self._reqs = [
-            _request(f"r{index}", output_len=args.output_len, generator=generator)
+            _request(
+                f"r{index}",
+                output_len=args.output_len,
+                vocab_size=args.vocab_size,
+                generator=generator,
+            )
             for index in range(args.batch_size)
         ]
         best = self._logits.argmax(dim=-1).view(args.batch_size, self._width)
@@ -106,7 +112,9 @@ class Rounds:
         self._arms = {arm: _arm(arm, self._reqs) for arm in ARMS}
 
     def _enter(self, arm: str) -> None:
-        self._worker._transforms, self._reqs[0].sampling_params = self._arms[arm]
+        one = self._arms[arm]
+        self._worker._transforms, self._reqs[0].sampling_params = one.transforms, one.params
+        self._update_finish_state = one.update_finish_state
 
     def _forward(self, batch: Any, *, is_verify: bool) -> Any:
         logits = self._ready.pop()[: len(self._reqs) * batch.spec_info.draft_token_num]
@@ -123,13 +131,16 @@ class Rounds:
         self._batch.spec_info = SSDDraftInput(bonus_tokens=bonus)
         start = time.thread_time()
         result = self._worker.forward_batch_generation(self._batch)
-        self.elapsed_ms = (time.thread_time() - start) * 1000
         self.accept_lens = result.accept_lens.tolist()
+        for req, accept_len in zip(self._reqs, self.accept_lens, strict=True):
+            self._update_finish_state(req, accept_len)
+        self.elapsed_ms = (time.thread_time() - start) * 1000
 
     def round_ms(self, arm: str) -> float:
         self._enter(arm)
         self._run()
         assert min(self.accept_lens) == self._width, "every draft is right"
+        assert not any(req.finished() for req in self._reqs), "a round like the one before"
         return self.elapsed_ms
 
 
@@ -138,40 +149,46 @@ class _NoTransforms:
         return False
 
 
-class _Params(msgspec.Struct):
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
-    sampling_seed: int | None = None
+class _Arm(NamedTuple):
+    transforms: Any
+    params: Any
+    """Of the first request."""
+    update_finish_state: Callable[[Any, int], None]
 
 
-class _Request:
-    def __init__(self, rid: str, output_ids: array[int]) -> None:
-        self.rid = rid
-        self.output_ids = output_ids
-        self.sampling_params = _Params()
-        self.custom_logit_processor = None
+def _params(**given: float) -> Any:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_new_tokens=1 << 20, **given)
+    params.normalize(None)
+    return params
 
 
-def _request(rid: str, *, output_len: int, generator: torch.Generator) -> _Request:
+def _request(rid: str, *, output_len: int, vocab_size: int, generator: torch.Generator) -> Any:
+    """SGLang's own; its output stays as long as it is."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    req = Req(rid, "", array("q", [1, 2, 3]), _params(), vocab_size=vocab_size, eos_token_ids={-1})
     ids = torch.randint(1000, (output_len,), generator=generator)
-    return _Request(rid, array("q", ids.tolist()))
+    req.output_ids.extend(ids.tolist())
+    return req
 
 
-def _arm(arm: str, reqs: Sequence[_Request]) -> tuple[Any, _Params]:
-    """The worker's transforms, and the first request's parameters."""
+def _arm(arm: str, reqs: Sequence[Any]) -> _Arm:
+    from sglang.srt.managers.schedule_batch import Req
+
     from sglang_ssd.target.row_transforms import RowTransforms
 
-    params = _Params()
+    hooked: Any = Req.update_finish_state
     if arm == "without":
-        return _NoTransforms(), params
+        return _Arm(_NoTransforms(), _params(), hooked.__wrapped__)
+    params = _params()
     if arm == "penalised":  # so little that the drafts stay right
-        params = _Params(frequency_penalty=1e-6, presence_penalty=1e-6, repetition_penalty=1.000001)
+        params = _params(frequency_penalty=1e-6, presence_penalty=1e-6, repetition_penalty=1.000001)
     reqs[0].sampling_params = params
     transforms = RowTransforms()
-    transforms.start(reqs)  # type: ignore[arg-type]
-    return transforms, params
+    transforms.start(reqs)
+    return _Arm(transforms, params, hooked)
 
 
 def _rule() -> Any:
@@ -214,7 +231,7 @@ def _worker(num_steps: int, vocab_size: int, drafts: list[list[int]]) -> Any:
     return worker
 
 
-def _batch(reqs: list[_Request], output_len: int) -> Any:
+def _batch(reqs: list[Any], output_len: int) -> Any:
     size = len(reqs)
     return SimpleNamespace(
         reqs=reqs,
@@ -264,7 +281,7 @@ def summarise(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def failures_of(results: dict[str, dict[str, float]], most_added: float) -> list[str]:
-    """What requests that are not penalised pay for those that could be, if it is too much."""
+    """What plain requests pay for exact answers to all others, if it is too much."""
     added = results["plain"]["added"]
     if added <= most_added:
         return []
@@ -299,6 +316,11 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    from sglang.srt.runtime_context import get_context
+
+    from sglang_ssd.config import ALGORITHM
+
+    get_context().override_server_args(speculative_algorithm=ALGORITHM).install()
     results = summarise(measure(args))
     print_table(
         ["arm", "host CPU ms per round", "added ms (paired)", "added"],

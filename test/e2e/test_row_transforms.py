@@ -259,7 +259,8 @@ def test_host_benchmark_runs() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_plain_requests_pay_next_to_nothing(figures: dict[str, Any]) -> None:
-    """Red when a round of plain greedy requests pays more than 3% for what penalties need.
+    """Red when a round of plain greedy requests pays more than 3% for what penalties need, and for
+    requests that end where plain decode ends them.
 
     CPU time of one thread, paired over 500 rounds in one run: what else runs does not count.
     """
