@@ -32,7 +32,8 @@ if __name__ == "__main__":
 
 
 def test_engine(target: Path, reference: Reference, tmp_path: Path) -> None:
-    """Red when the plugin relies on a server's command line, or an Engine hangs at its end."""
+    """Red when the plugin relies on a server's command line, an Engine hangs at its end, or
+    get_server_info() does not say how its drafter fares."""
     prompts = [prompt.input_ids for prompt in load_prompts(str(target), 4)]
     options = {
         "model_path": str(target),
@@ -64,7 +65,9 @@ def test_engine(target: Path, reference: Reference, tmp_path: Path) -> None:
     result = json.loads(line.removeprefix("RESULT"))
     expected = reference.answers([Request(ids, {"max_new_tokens": 24}) for ids in prompts])
     assert [a["output_ids"] for a in result["answers"]] == [a.output_ids for a in expected]
-    assert result["ssd"]["correct_drafts"] > 0
+    state = result["ssd"]
+    assert state["correct_drafts"] > 0
+    assert (state["state"], state["live_sequences"], state["last_error"]) == ("ready", 0, "")
 
 
 def test_launcher_without_the_algorithm_is_a_plain_server(reference: Reference) -> None:

@@ -85,6 +85,8 @@ def strike_in_mid_stream(
     after = status(server)["replicas"][0]
     assert after["restarts"] - before["restarts"] == (blow is signal.SIGKILL)
     assert (after["drafter_pid"] == drafter.pid) == (blow is signal.SIGSTOP)
+    if blow is signal.SIGKILL:
+        assert f"process {drafter.pid} ended with signal 9" in after["last_error"]
     assert_drafts_again(server, reference)
     return {
         "longest_gap_s": round(gap, 3),
