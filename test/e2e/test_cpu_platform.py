@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 
 from sglang_ssd.platform import cpu
-from sglang_ssd.platform.cpu_attention import CpuAttentionBackend
+from sglang_ssd.platform.cpu_attention import CpuAttentionBackend, unsupported_attention
 
 
 def test_new_slots_go_to_the_columns_they_were_reserved_for() -> None:
@@ -85,12 +87,35 @@ def test_rows_hold_what_a_decode_reserves(
     assert widen_request_rows(num_steps + 5) == num_steps + 5
 
 
-def test_an_attention_of_another_kind_is_refused() -> None:
-    """Red when a model with latent attention is served as if its heads were plain."""
-    runner = SimpleNamespace(model=torch.nn.Linear(1, 1), use_mla_backend=True)
-    with pytest.raises(ValueError, match="MLA") as refused:
+@pytest.mark.parametrize(
+    ("changes", "use_mla", "needs"),
+    [
+        ({}, True, "MLA (latent attention)"),
+        ({"sliding_window_size": 8}, False, "sliding window attention"),
+        ({"is_cross_attention": True}, False, "cross attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, False, "bidirectional attention"),
+        ({"logit_cap": 30.0}, False, "logit soft capping"),
+        ({"v_head_dim": 2}, False, "different head sizes for queries and values"),
+        ({"xai_temperature_len": 9}, False, "attention temperature"),
+        (
+            {"logit_cap": 30.0, "is_cross_attention": True},
+            True,
+            "cross attention, logit soft capping, MLA (latent attention)",
+        ),
+    ],
+)
+def test_an_attention_of_another_kind_is_refused(
+    changes: dict[str, Any], use_mla: bool, needs: str
+) -> None:
+    """Red when a model is served as if its heads were plain, or refused for another cause."""
+    layer = RadixAttention(1, 4, 0.5, 1, 0)
+    assert unsupported_attention(layer) == []
+    for name, value in changes.items():
+        assert hasattr(layer, name)
+        setattr(layer, name, value)
+    runner = SimpleNamespace(model=torch.nn.Sequential(layer), use_mla_backend=use_mla)
+    with pytest.raises(ValueError, match="plain MHA/GQA") as refused:
         CpuAttentionBackend(runner)  # type: ignore[arg-type]
     assert str(refused.value) == (
-        "--attention-backend ssd_cpu serves plain MHA/GQA only; "
-        "Linear needs: MLA (latent attention)"
+        f"--attention-backend ssd_cpu serves plain MHA/GQA only; Sequential needs: {needs}"
     )

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from sglang_ssd.drafter.process import make_endpoint, remove_endpoint
-from sglang_ssd.wire.endpoints import validate_endpoint
+from sglang_ssd.wire.endpoints import endpoint_refusal, validate_endpoint
 from sglang_ssd.wire.frames import MAX_FRAME_BYTES, encode
 from sglang_ssd.wire.messages import (
     DraftClose,
@@ -226,8 +226,9 @@ def test_close_is_idempotent_and_removes_the_socket(tmp_path):
 
 
 def test_a_live_drafter_keeps_its_endpoint(drafter):
-    with pytest.raises(ValueError, match="another process listens"):
+    with pytest.raises(ValueError, match="another process listens") as refusal:
         DrafterSocket(drafter.endpoint)
+    assert str(refusal.value) == f"{drafter.endpoint!r}: another process listens there"
 
 
 def test_the_socket_of_a_killed_drafter_is_in_nobodys_way(tmp_path):
@@ -241,8 +242,9 @@ def test_a_file_in_the_way_is_kept(tmp_path):
     """Red when a mistyped endpoint costs a user the file of that name."""
     path = tmp_path / "data"
     path.write_text("mine")
-    with pytest.raises(ValueError, match="a file is there that is no socket"):
+    with pytest.raises(ValueError, match="a file is there") as refusal:
         DrafterSocket(f"ipc://{path}")
+    assert str(refusal.value) == f"'ipc://{path}': a file is there that is no socket"
     assert path.read_text() == "mine"
 
 
@@ -267,28 +269,42 @@ def test_local_endpoints_are_allowed(endpoint):
     assert validate_endpoint(endpoint) == endpoint
 
 
+def test_an_endpoint_with_keys_has_a_host_and_a_port():
+    for endpoint, says in {"tcp://:5555": "no host", "tcp://example.org": "no port"}.items():
+        assert endpoint_refusal(endpoint, has_keys=True) == says
+    assert endpoint_refusal("tcp://example.org:5555", has_keys=True) is None
+
+
+def far(host: str) -> str:
+    return f"host {host} is not the loopback interface, and there are no keys"
+
+
 @pytest.mark.parametrize(
-    "endpoint",
+    ("endpoint", "says"),
     [
-        "tcp://0.0.0.0:5555",
-        "tcp://*:5555",
-        "tcp://192.168.1.5:5555",
-        "tcp://example.org:5555",
-        "tcp://127.0.0.1.example.org:5555",
-        "tcp://127.0.0.1",
-        "tcp://127.0.0.1:99999",
-        "tcp://127.0.0.1:5555/x",
-        "ipc://relative",
-        "ipc://@abstract",
-        "ipc://",
-        "ipc:///" + "x" * 120,
-        "inproc://x",
-        "udp://127.0.0.1:5555",
-        "/run/drafter",
-        "",
+        ("tcp://0.0.0.0:5555", far("0.0.0.0")),
+        ("tcp://*:5555", far("*")),
+        ("tcp://192.168.1.5:5555", far("192.168.1.5")),
+        ("tcp://example.org:5555", far("example.org")),
+        ("tcp://127.0.0.1.example.org:5555", far("127.0.0.1.example.org")),
+        ("tcp://127.0.0.1", "no port"),
+        ("tcp://127.0.0.1:99999", "Port out of range 0-65535"),
+        ("tcp://127.0.0.1:5555/x", "no port"),
+        ("ipc://relative", "not an absolute path"),
+        ("ipc://@abstract", "not an absolute path"),
+        ("ipc://", "not an absolute path"),
+        ("ipc:///" + "x" * 120, "the path is longer than 103 bytes"),
+        ("inproc://x", "unknown kind of endpoint"),
+        ("udp://127.0.0.1:5555", "unknown kind of endpoint"),
+        ("/run/drafter", "unknown kind of endpoint"),
+        ("", "unknown kind of endpoint"),
     ],
 )
-def test_other_endpoints_are_refused_by_name(endpoint):
+def test_other_endpoints_are_refused_by_name(endpoint, says):
+    """Red when one is taken that no drafter of ours listens at, or is refused for another cause."""
     with pytest.raises(ValueError, match="must be ipc:///PATH") as refusal:
         validate_endpoint(endpoint)
-    assert repr(endpoint) in str(refusal.value)
+    assert str(refusal.value) == (
+        f"{endpoint!r}: {says}; must be ipc:///PATH of a socket, tcp://127.0.0.1:PORT or, with "
+        "both keys, tcp://HOST:PORT"
+    )

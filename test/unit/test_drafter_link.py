@@ -167,3 +167,7 @@ def test_a_drafter_that_welcomes_another_size_is_refused_by_the_target() -> None
     assert hear(other, None).last_error == expected
     padded = msgspec.structs.replace(HELLO, allow_padded_vocab=True)
     assert hear(other, None, hello=padded).phase == "ready"
+    older = msgspec.structs.replace(welcome(7), schema_version=1)
+    assert hear(older, None).last_error == (
+        f"{REFUSES}schema version 1, the target {SCHEMA_VERSION}"
+    )
