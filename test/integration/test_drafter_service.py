@@ -294,6 +294,9 @@ def test_what_is_kept_of_targets_that_are_gone_is_bounded() -> None:
         DraftRule(frequency_penalty=float("nan")),
         DraftRule(presence_penalty=float("inf")),
         DraftRule(repetition_penalty=0.0),
+        DraftRule(repetition_penalty=1e-300),
+        DraftRule(repetition_penalty=1e300),
+        DraftRule(temperature=1e39),
         DraftRule(prompt_len=len(PROMPT) + 1),
         DraftRule(bias_tokens=[1, 2], bias_values=[0.5]),
         DraftRule(bias_tokens=[1], bias_values=[float("-inf")]),
@@ -302,6 +305,7 @@ def test_what_is_kept_of_targets_that_are_gone_is_bounded() -> None:
     ],
 )
 def test_a_rule_that_cannot_be_followed_opens_nothing(rule: DraftRule) -> None:
+    """Red when a number that float32 cannot hold, or any other, ends the drafter."""
     target = target_of()
     target.open("r", PROMPT, rule)
     target.run_until_idle()

@@ -198,6 +198,16 @@ def test_a_count_that_metrics_cannot_take_is_refused(field, value):
         decode_to_target(encode(message))
 
 
+def test_where_a_commit_ends_fits_a_reply():
+    """Red when the drafter's answer to a commit that passes is malformed to its target."""
+    most = (1 << 31) - 1
+    longest = msgspec.structs.replace(COMMIT, base_committed_lens=[most // 2, 1])
+    decode_to_drafter(encode(longest, [[1, 2, 3, 4]]))
+    message = msgspec.structs.replace(COMMIT, base_committed_lens=[most, 1])
+    with pytest.raises(ProtocolError):
+        decode_to_drafter(encode(message, [[1, 2, 3, 4]]))
+
+
 def test_causes_of_a_refusal_are_a_fixed_few():
     """Red when a drafter can fill a target's metrics with labels, or a cause of ours is lost."""
     for refused in ({"mine": 1}, {"key": -1}):

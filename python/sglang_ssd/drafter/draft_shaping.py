@@ -7,7 +7,6 @@ the branch up to the token it fed. Temperature and filters are part of the ranki
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +16,7 @@ from sglang_ssd.drafter.request_table import DraftedSequence
 from sglang_ssd.wire.messages import DraftRule
 
 _SEED_LIMIT = 1 << 63
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 def is_shaped(rule: DraftRule) -> bool:
@@ -36,9 +36,9 @@ def is_sound(rule: DraftRule, *, committed_len: int) -> bool:
     )
     ids = (*rule.stop_tokens, *rule.bias_tokens)
     return (
-        all(map(math.isfinite, numbers))
+        all(abs(number) <= _FLOAT32.max for number in numbers)  # NaN is not
         and -_SEED_LIMIT <= rule.seed < _SEED_LIMIT
-        and rule.repetition_penalty > 0.0
+        and rule.repetition_penalty >= _FLOAT32.tiny
         and rule.prompt_len <= committed_len
         and len(rule.bias_tokens) == len(rule.bias_values)
         and len(set(rule.bias_tokens)) == len(rule.bias_tokens)

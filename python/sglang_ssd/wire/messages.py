@@ -22,7 +22,7 @@ SCHEMA_VERSION = 6
 _MOST = (1 << 31) - 1  # sums of a few still fit a message
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
-Length = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+Length = Annotated[int, msgspec.Meta(ge=1, le=_MOST // 2)]  # with the ids behind it a Count
 Total = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
 
