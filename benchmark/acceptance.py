@@ -38,6 +38,7 @@ ITEMS: dict[str, tuple[str, ...]] = {
         "test/e2e/test_cpu_platform.py",
         "test/e2e/test_drafter_model.py",
         "test/e2e/test_hooks_without_ssd.py",
+        "test/e2e/test_openings.py",
         "test/e2e/test_prefill_sampler.py",
         "test/e2e/test_row_transforms.py",
         "test/e2e/test_weight_export.py",
