@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -258,6 +259,19 @@ def test_sockets_of_killed_servers_are_swept_up(
     remove_endpoint(make_endpoint())
     assert not left.exists()
     assert ours.exists()
+
+
+def test_a_swept_socket_folder_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when no drafter starts again once what cleans temporary files has been there."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    endpoint = make_endpoint()
+    remove_endpoint(endpoint)
+    start_drafter(DrafterSettings(model_path="/none", endpoint=endpoint), SsdConfig()).stop()
+    (folder,) = tmp_path.iterdir()
+    assert Path(endpoint.removeprefix("ipc://")).parent == folder
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_the_config_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from sglang_ssd.drafter.process import make_endpoint, remove_endpoint
+from sglang_ssd.wire import transport
 from sglang_ssd.wire.endpoints import endpoint_refusal, validate_endpoint
 from sglang_ssd.wire.frames import MAX_FRAME_BYTES, encode
 from sglang_ssd.wire.messages import (
@@ -215,6 +216,28 @@ def test_a_target_finds_a_drafter_that_was_started_again(tmp_path, connect):
         deadline = time.monotonic() + PATIENCE_S
         while target.send(StatusRequest()) and time.monotonic() < deadline:
             time.sleep(0.01)  # until the loss of the connection is noticed
+
+
+def test_a_stranger_at_the_endpoint_is_outlived(tmp_path, connect, monkeypatch):
+    """Red when a process that babbled where the drafter was keeps its target away for good."""
+    monkeypatch.setattr(transport, "RECONNECT_S", 0.2)
+    path = tmp_path / "drafter"
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(str(path))
+        stranger.listen()
+        stranger.settimeout(PATIENCE_S)
+        target = connect(f"ipc://{path}")
+        babble, _ = stranger.accept()
+        with babble:
+            babble.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(500))
+            babble.settimeout(PATIENCE_S)
+            while babble.recv(100):  # until libzmq turns away
+                pass
+    path.unlink()
+    drafter = DrafterSocket(f"ipc://{path}")
+    send_connected(target, sync("a"), [[1, 2]])
+    assert receive(drafter)[0].ids == [1, 2]
+    drafter.close()
 
 
 def test_close_is_idempotent_and_removes_the_socket(tmp_path):

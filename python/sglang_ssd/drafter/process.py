@@ -285,6 +285,7 @@ def remove_endpoint(endpoint: str) -> None:
 
 def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle:
     """Start it and return at once; call from a thread that lives as long as the server."""
+    _restore_folder(settings.endpoint)
     told = msgspec.structs.replace(settings, parent_pid=os.getpid())
     process = subprocess.Popen(
         [sys.executable, "-m", "sglang_ssd.drafter", *to_argv(told)],
@@ -304,6 +305,13 @@ def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle
         process.kill()
         process.wait()
         raise
+
+
+def _restore_folder(endpoint: str) -> None:
+    """Of the socket: under a server of many days, what cleans temporary files may take it away."""
+    folder = Path(endpoint.removeprefix(IPC)).parent
+    if folder.name.startswith(SOCKET_DIR_PREFIX):
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def _child_environment(config: SsdConfig) -> dict[str, str]:

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 HIGH_WATER_MARK = 1024
 """Messages that queue per peer and direction before sends are dropped."""
 
+RECONNECT_S = 5.0
 _MONITOR_S = 1.0
 _MAX_PER_RECEIVE = 256  # so that one peer's flood cannot keep the owner from its own work
 
@@ -112,15 +113,24 @@ class TargetSocket:
             secure_target(self._socket, keys)
             self._gate.watch(self._socket)
         self._endpoint = endpoint
+        self._next_connect = time.monotonic() + RECONNECT_S
         self._socket.connect(endpoint)
 
     def send(self, message: ToDrafter, frames: Sequence[Ids] = ()) -> bool:
-        return _send(self._socket, encode(message, frames), self.stats)
+        is_sent = _send(self._socket, encode(message, frames), self.stats)
+        if not is_sent and time.monotonic() >= self._next_connect:
+            self._connect_again()
+        return is_sent
+
+    def _connect_again(self) -> None:
+        """libzmq itself gives up where a handshake was refused or a stranger has answered."""
+        self._next_connect = time.monotonic() + RECONNECT_S
+        self._socket.disconnect(self._endpoint)
+        self._socket.connect(self._endpoint)
 
     def receive(self, timeout_s: float) -> list[FromDrafter]:
-        if self._gate.look():  # libzmq does not try again by itself after a refusal
-            self._socket.disconnect(self._endpoint)
-            self._socket.connect(self._endpoint)
+        if self._gate.look():
+            self._connect_again()
         return _receive(self._socket, timeout_s, _decode_from_drafter, self._gate)
 
     def close(self) -> None:
