@@ -31,6 +31,11 @@ CASES = (
     BadRequest("indexer", {"return_indexer_topk": True}, f"return_indexer_topk True: {NOT_SERVED}"),
     BadRequest("beams", {"sampling_params": {"beam_width": 3}}, f"beam_width 3: {NOT_SERVED}"),
     BadRequest(
+        "top-k",
+        {"sampling_params": {"top_k": 2**31}},
+        "top_k 2147483648: must be at most 2147483647",
+    ),
+    BadRequest(
         "opt-out",
         {"sampling_params": {"custom_params": {"ssd": "no"}}},
         "custom_params ssd 'no': must be true, false or null",

@@ -22,6 +22,8 @@ from sglang_ssd.target.algorithm import is_ssd
 
 REFUSED_FIELDS = ("return_sampling_mask", "return_routed_experts", "return_indexer_topk")
 """Outputs that SGLang collects in its own sampler, or per decode step."""
+MAX_TOP_K = 2**31 - 1
+"""What SGLang's tensor of them holds; more ends it."""
 SHOWN_CHARS = 40
 """Of a text of the client's that is refused."""
 
@@ -73,6 +75,9 @@ def refusal_reasons(fields: Mapping[str, Any], *, vocab_size: int) -> list[str]:
     if isinstance(beam_width, int) and beam_width > 1:
         found.append(f"beam_width {beam_width}")
     reasons = [f"{one}: not served with --speculative-algorithm {ALGORITHM}" for one in found]
+    top_k = params.get("top_k")
+    if isinstance(top_k, int) and top_k > MAX_TOP_K:
+        reasons.append(f"top_k {top_k}: must be at most {MAX_TOP_K}")
     custom_params = params.get("custom_params")
     if not (custom_params is None or isinstance(custom_params, dict)):
         reasons.append(f"custom_params {custom_params!r}: must be an object")

@@ -147,12 +147,9 @@ class DrafterSupervisor:
             return self.reload
 
     def refuse_reload(self, model_path: str, error: str) -> Reload:
-        """What to tell the asker; the drafter goes on, and an exchange that is under way too."""
+        """What to tell the asker; `reload` goes on to tell of the last one that was begun."""
         with self._lock:
-            refused = self._new_reload(model_path, "failed", error)
-            if not self._is_reloading():
-                self.reload = refused
-            return refused
+            return self._new_reload(model_path, "failed", error)
 
     @property
     def settings(self) -> DrafterSettings:
