@@ -354,9 +354,13 @@ def validate(config: SsdConfig, num_steps: int) -> list[str]:
         reasons.append(f"{flag_name('secret_key')}: needs {flag_name('endpoint')} as well")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.drafter_device):
         reasons.append(_reason("drafter_device", config.drafter_device))
-    if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
+    if config.trace is not None and not _may_be_written(Path(config.trace).absolute()):
         reasons.append(_reason("trace", config.trace))
     return reasons
+
+
+def _may_be_written(path: Path) -> bool:
+    return path.is_file() or (path.parent.is_dir() and not path.exists())
 
 
 def flag_name(field: str) -> str:

@@ -37,8 +37,12 @@ class Tracer:
         if path is None:
             return
         self._pid = os.getpid()
-        with suppress(FileExistsError):
-            _begin(path, os.O_EXCL)
+        try:
+            with suppress(FileExistsError):
+                _begin(path, os.O_EXCL)
+        except OSError as error:
+            self._give_up(error)
+            return
         self._events.append(
             {"ph": "M", "name": "process_name", "pid": self._pid, "args": {"name": process_name}}
         )
@@ -84,8 +88,11 @@ class Tracer:
         try:
             _append(self._path, lines)
         except OSError as error:
-            logger.warning("--ssd-trace %s: tracing stops: %s", self._path, error)
-            self._path = None
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning("--ssd-trace %s: tracing stops: %s", self._path, error)
+        self._path = None
 
 
 def _begin(path: str, if_there: int) -> None:

@@ -18,6 +18,7 @@ from sglang_ssd.config import CONFIG_ENV, SsdConfig, load_config
 from sglang_ssd.drafter.__main__ import _bind_cores, _choose_platform, flag_help, parse_settings
 from sglang_ssd.drafter.checkpoint import MODEL_FILES, SUPPORTED_ARCHITECTURES
 from sglang_ssd.drafter.process import (
+    DrafterHandle,
     DrafterSettings,
     make_endpoint,
     process_exists,
@@ -259,6 +260,25 @@ def test_sockets_of_killed_servers_are_swept_up(
     remove_endpoint(make_endpoint())
     assert not left.exists()
     assert ours.exists()
+
+
+def test_a_log_that_nobody_reads_is_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when a drafter ends by what it prints, once the server's own output is closed."""
+
+    class Closed:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    much = "for number in range(20000): print('line', number)"
+    handle = DrafterHandle(
+        subprocess.Popen([sys.executable, "-c", much], stdout=subprocess.PIPE, text=True)
+    )
+    deadline = time.monotonic() + 60
+    while handle.alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (handle.exit_reason() or "").endswith("line 19999")
+    assert "exit code 0" in (handle.exit_reason() or "")
 
 
 def test_a_swept_socket_folder_is_made_again(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,19 @@ def test_a_cpus_kv_takes_one_gib_whatever_the_data_type() -> None:
     """Red when a draft of half precision gets half of the slots, as --help does not say."""
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         assert cpu_kv_slots(Sizes(dtype)) == (1 << 30) // (2 * 30 * 3 * 64 * size)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "model.safetensors"]
+)
+def test_what_never_ends_is_not_read(tmp_path: Path, name: str) -> None:
+    """Red when the name of a model to reload stops the scheduler that looks at its files."""
+    write_config(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError) as refusal:
+        check_local(tmp_path, load_format="auto")
+    assert str(refusal.value) == f"draft model: {tmp_path / name} is no regular file"
 
 
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "Gemma2ForCausalLM"])

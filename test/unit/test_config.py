@@ -91,6 +91,8 @@ def test_every_wrong_setting_is_in_one_refusal() -> None:
         (SsdConfig(endpoint="ipc:///" + "x" * 120), "longer than 103 bytes"),
         (SsdConfig(endpoint="tcp://127.0.0.1:5000/x"), "no port"),
         (SsdConfig(trace="/no/such/folder/t.json"), "existing folder"),
+        (SsdConfig(trace="/dev/full"), "existing folder"),
+        (SsdConfig(trace="/"), "existing folder"),
         (SsdConfig(drafter_device="gpu"), "auto, cpu, cuda or cuda:N"),
     ],
 )

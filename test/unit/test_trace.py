@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from sglang_ssd.trace import Tracer, start_file
 
 
@@ -29,3 +31,17 @@ def test_a_drafter_started_by_hand_begins_a_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     Tracer(str(path), "drafter").flush()
     assert path.read_text().startswith("[\n{")
+
+
+def test_a_folder_that_is_gone_ends_the_tracing_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Red when a drafter that is started again ends by its trace."""
+    path = tmp_path / "gone" / "trace.json"
+    tracer = Tracer(str(path), "drafter")
+    with tracer.span("a"):
+        pass
+    tracer.flush()
+    assert caplog.messages == [
+        f"--ssd-trace {path}: tracing stops: [Errno 2] No such file or directory: '{path}'"
+    ]

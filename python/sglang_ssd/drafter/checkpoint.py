@@ -61,10 +61,8 @@ def check_local(model_dir: Path, *, load_format: str) -> None:
 def check_config(model_dir: Path) -> None:
     """CheckpointError for a missing config, impossible sizes or another architecture."""
     path = model_dir / "config.json"
-    try:
-        config = _decode(path.read_bytes(), _Config, path)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"draft model: {path} is missing") from error
+    _check_file(path)
+    config = _decode(path.read_bytes(), _Config, path)
     check_architecture(config.architectures)
     if config.use_sliding_window:
         raise CheckpointError(
@@ -87,6 +85,7 @@ def check_weights(model_dir: Path, *, load_format: str) -> None:
         return
     index = model_dir / "model.safetensors.index.json"
     if index.exists():
+        _check_file(index)
         names = set(_decode(index.read_bytes(), _Index, index).weight_map.values())
         files = [model_dir / name for name in sorted(names)]
     else:
@@ -101,8 +100,7 @@ def check_weights(model_dir: Path, *, load_format: str) -> None:
 
 def _check_safetensors(file: Path) -> None:
     """8 bytes of header length, a JSON header, then the tensors that it places."""
-    if not file.exists():
-        raise CheckpointError(f"draft model: {file} is missing")
+    _check_file(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
@@ -116,6 +114,14 @@ def _check_safetensors(file: Path) -> None:
     expected = 8 + header_len + max(ends, default=0)
     if size < expected:
         raise CheckpointError(f"draft model: {file} is truncated: {size} of {expected} bytes")
+
+
+def _check_file(path: Path) -> None:
+    """What is no regular file, such as a pipe, may be read for ever."""
+    if not path.exists():
+        raise CheckpointError(f"draft model: {path} is missing")
+    if not path.is_file():
+        raise CheckpointError(f"draft model: {path} is no regular file")
 
 
 def _decode(data: bytes | msgspec.Raw, kind: type[T], file: Path) -> T:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Annotated, Protocol
 
@@ -268,8 +269,10 @@ class DrafterHandle:
         with stream:
             for line in stream:
                 self._tail.append(line.rstrip("\n"))
-                sys.stderr.write(f"[drafter] {line}")
-                sys.stderr.flush()
+                # Nobody may read ours any more; the drafter's must be read on, or it would end.
+                with suppress(OSError, ValueError):
+                    sys.stderr.write(f"[drafter] {line}")
+                    sys.stderr.flush()
 
 
 def make_endpoint() -> str:
