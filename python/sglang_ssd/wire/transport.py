@@ -39,6 +39,7 @@ HIGH_WATER_MARK = 1024
 """Messages that queue per peer and direction before sends are dropped."""
 
 RECONNECT_S = 5.0
+"""How long nobody takes a message before the endpoint is connected to anew."""
 _MONITOR_S = 1.0
 _MAX_PER_RECEIVE = 256  # so that one peer's flood cannot keep the owner from its own work
 

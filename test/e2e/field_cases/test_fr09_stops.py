@@ -105,6 +105,7 @@ def test_fr_09(stop_kind: str, kind: DrafterKind, server: Server, reference: Ref
     with ThreadPoolExecutor(4) as clients:
         streams = list(clients.map(partial(stream, server.url), cases))
     assert_same_cuts(reference, cases, [streamed.answer for streamed in streams])
+    assert all(streamed.texts[-1] == streamed.answer.text for streamed in streams)
 
 
 def lengths_of(answers: list[Answer]) -> list[int]:
