@@ -67,6 +67,29 @@ def test_sync_drafts_with_k_forwards_and_does_nothing_else(rule: DraftRule) -> N
     assert_kv_is_fresh(target)
 
 
+def test_sync_reads_prompts_first_and_answers_with_drafts() -> None:
+    """Red when the baseline loses the first rounds of a request to the reading of its prompt, or
+    reads it in shorter slices than it may: SD has its drafts from the first round."""
+    target = target_of(mode="sync", prefill_slice_tokens=100)
+    target.open("live", PROMPT)
+    target.run_until_idle()
+    target.round()
+    long = target.open("long", LONG)
+    target.verify(target.requests["live"])
+    long.tokens.append(3)
+    target.commit([target.requests["live"], long])
+    target.model.calls.clear()
+    target.run_until_idle()
+    forwards = [count for _, count in target.model.calls]
+    assert forwards[:3] == [100, 100, 100]
+    assert len(forwards) == 3 + 4, "both rows' drafts come from the same K forwards"
+    replies = {reply.rid: reply for reply in target.take_replies()}
+    assert {rid: reply.served for rid, reply in replies.items()} == {"live": "sync", "long": "sync"}
+    assert all(len(reply.drafts) == 4 for reply in replies.values())
+    assert_replies_continue(target, list(replies.values()))
+    assert_kv_is_fresh(target)
+
+
 # Prefill ----------------------------------------------------------------------------------------
 
 

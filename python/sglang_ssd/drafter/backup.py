@@ -3,11 +3,12 @@
     outcome             backup jit    backup none     mode sync
     hit, chain_hit      K             K               K "sync"
     miss                K "jit"       0 "none"        K "sync"
-    long way behind     0 "prefill"   0 "prefill"     0 "prefill"
+    long way behind     0 "prefill"   0 "prefill"     K "sync"
 
 A hit whose branch is only partly drafted is finished with single-row steps: the longest part is
 there. A row that is far behind (its prompt is still being prefilled) is answered at once without
-drafts, for the whole batch would wait for it.
+drafts, for the whole batch would wait for it. Ordinary speculative decoding waits: there the draft
+model's prefill is part of a request's own.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def plan_answer(
     num_unfed: int,
 ) -> Answer:
     """See the table above."""
-    if num_unfed > most_catch_up(num_steps):
-        return Answer(num_drafts=0, served="prefill")
     if mode == "sync":
         return Answer(num_drafts=num_steps, served="sync")
+    if num_unfed > most_catch_up(num_steps):
+        return Answer(num_drafts=0, served="prefill")
     if kind != "miss":
         return Answer(num_drafts=num_steps, served=kind)
     if backup == "jit":

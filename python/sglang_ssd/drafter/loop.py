@@ -14,8 +14,9 @@ middle of a build is seen after the pass in flight: the losers are freed, the wi
 alone. Forwards for rows that a target is waiting for come first: then a slice lets num_steps + 1 of
 them pass. While nobody waits, slices and other forwards take turns, for a branch that is missing
 costs a row one round's drafts and a prompt that is not read costs it all of them. A slice is about
-as long as the other forwards (pace.py). Nothing here blocks for longer than one forward, except an
-idle drafter, which sleeps in the poll.
+as long as the other forwards (pace.py). In mode sync the target waits for prompts too, as ordinary
+speculative decoding does: they come before everything else, in slices of the full length. Nothing
+here blocks for longer than one forward, except an idle drafter, which sleeps in the poll.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class DraftLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._is_sync = config.mode == "sync"
         self._transport = transport
         self._clock = clock
         self._abilities = Abilities.of(
@@ -336,7 +338,7 @@ class DraftLoop:
         """The most urgent forward, or None. The order is the module docstring's."""
         owed = [seq for seq in self.table if seq.round_id is not None]
         prompts = [seq for seq in self.table if seq.is_far_behind]
-        if prompts and self._slice_is_due(prompts[0], is_owed=bool(owed)):
+        if prompts and (self._is_sync or self._slice_is_due(prompts[0], is_owed=bool(owed))):
             return partial(self._prefill_slice, prompts)
         if owed:
             return partial(self._feed, owed, "decode")
@@ -370,7 +372,7 @@ class DraftLoop:
         """The first prompts' next tokens, fewer of them while others are served."""
         self._forwards_since_slice = 0
         room = self._config.prefill_slice_tokens
-        if len(prompts) < self.table.num_live:
+        if len(prompts) < self.table.num_live and not self._is_sync:
             room = self._pace.slice_tokens(room)
         seqs, counts = [], []
         for seq in prompts:
