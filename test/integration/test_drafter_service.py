@@ -67,10 +67,10 @@ def test_sync_drafts_with_k_forwards_and_does_nothing_else(rule: DraftRule) -> N
     assert_kv_is_fresh(target)
 
 
-def test_sync_reads_prompts_first_and_answers_with_drafts() -> None:
-    """Red when the baseline loses the first rounds of a request to the reading of its prompt, or
-    reads it in shorter slices than it may: SD has its drafts from the first round."""
-    target = target_of(mode="sync", prefill_slice_tokens=100)
+def test_sync_answers_a_prompt_that_is_being_read_with_drafts() -> None:
+    """Red when the baseline loses the first rounds of a request to the reading of its prompt, for
+    SD has its drafts from the first round; or when others wait for that prompt."""
+    target = target_of(mode="sync", prefill_slice_tokens=50)
     target.open("live", PROMPT)
     target.run_until_idle()
     target.round()
@@ -81,12 +81,12 @@ def test_sync_reads_prompts_first_and_answers_with_drafts() -> None:
     target.model.calls.clear()
     target.run_until_idle()
     forwards = [count for _, count in target.model.calls]
-    assert forwards[:3] == [100, 100, 100]
-    assert len(forwards) == 3 + 4, "both rows' drafts come from the same K forwards"
-    replies = {reply.rid: reply for reply in target.take_replies()}
-    assert {rid: reply.served for rid, reply in replies.items()} == {"live": "sync", "long": "sync"}
-    assert all(len(reply.drafts) == 4 for reply in replies.values())
-    assert_replies_continue(target, list(replies.values()))
+    assert len(forwards) <= 4 + len(LONG) // 50 + 4 + 1, "K forwards for each, and the slices"
+    replies = [(reply.rid, reply.served, len(reply.drafts)) for reply in target.replies]
+    assert replies.index(("live", "sync", 4)) <= 1, "a slice may have been due first"
+    assert replies.count(("long", "prefill", 0)) == len(replies) - 2 >= 3
+    assert replies[-1] == ("long", "sync", 4)
+    assert_replies_continue(target, target.replies)
     assert_kv_is_fresh(target)
 
 

@@ -156,24 +156,32 @@ def test_a_request_for_which_there_was_no_room_is_drafted_for_when_there_is(wire
     assert len(list(server.loop.table)) == 7
 
 
-def test_nobody_waits_for_a_prompt_that_is_still_read(wire):
-    """Red when a round that has nothing to wait for waits for the drafter's slice of a prompt."""
-    client = DraftClient(
-        wire.target(),
-        hello=HELLO,
-        deadline=ReplyDeadline(least_s=1.0, most_s=1.0),
-        resync_tokens=40,
-        clock=wire.clock,
-    )
-    client.look()
-    ((peer, _, _),) = wire.drafter.receive(0.0)
-    wire.drafter.send(peer, Welcome(SCHEMA_VERSION, 1, HELLO.vocab_size, 64, drafter_id="d"))
-    client.look()
-    client.open(rid="a", tokens=[1, 2, 3], rule=DraftRule())
+class AnsweredByHand:
+    """A target with one request, "a", whose drafter says what the test says."""
 
-    def reply(served: Served, drafts: list[int]) -> None:
+    def __init__(self, wire: FakeWire, *, waits_for_prompts: bool = False) -> None:
+        self.wire = wire
+        self.client = DraftClient(
+            wire.target(),
+            hello=HELLO,
+            deadline=ReplyDeadline(least_s=1.0, most_s=1.0),
+            resync_tokens=40,
+            waits_for_prompts=waits_for_prompts,
+            clock=wire.clock,
+        )
+        self.client.look()
+        ((self.peer, _, _),) = wire.drafter.receive(0.0)
+        welcome = Welcome(SCHEMA_VERSION, 1, HELLO.vocab_size, 64, drafter_id="d")
+        wire.drafter.send(self.peer, welcome)
+        self.client.look()
+        self.client.open(rid="a", tokens=[1, 2, 3], rule=DraftRule())
+        self.commit: VerifyCommit | None = None
+
+    def reply(self, served: Served, drafts: list[int]) -> None:
         """To the last commit."""
-        commit = wire.drafter.receive(0.0)[-1].message
+        arrived = self.wire.drafter.receive(0.0)
+        commit = arrived[-1].message if arrived else self.commit
+        self.commit = commit
         lens = zip(commit.base_committed_lens, commit.num_tokens, strict=True)
         row = SpeculateReply(
             round_id=commit.round_id,
@@ -184,20 +192,37 @@ def test_nobody_waits_for_a_prompt_that_is_still_read(wire):
             served=[served],
             bonus_ranks=[-1],
         )
-        wire.drafter.send(peer, row, [drafts] if drafts else [[]])
+        self.wire.drafter.send(self.peer, row, [drafts] if drafts else [[]])
 
-    def ticks_waited(answer: Callable[[], None]) -> int:
-        """Of one round, in whose wait the answer comes."""
-        client.commit(rids=["a"], new_tokens=[[4]], num_verified=[0])
-        wire.pump, before = answer, wire.now
-        client.collect(["a"])
-        return wire.now - before
+    def ticks_waited(self, answer: Callable[[], None]) -> int:
+        """Of one round, in whose wait the answer comes, a turn of the drafter at every tick."""
+        self.client.commit(rids=["a"], new_tokens=[[4]], num_verified=[0])
+        self.wire.pump, before = answer, self.wire.now
+        self.drafts = self.client.collect(["a"])
+        return self.wire.now - before
 
-    assert ticks_waited(lambda: reply("prefill", [])) == 1
-    assert ticks_waited(lambda: None) == 0
-    reply("jit", [5])  # too late for its round
-    assert ticks_waited(lambda: reply("jit", [6])) == 1
-    assert client.stats.missed_deadlines == 0
+
+def test_nobody_waits_for_a_prompt_that_is_still_read(wire):
+    """Red when a round that has nothing to wait for waits for the drafter's slice of a prompt."""
+    target = AnsweredByHand(wire)
+    assert target.ticks_waited(lambda: target.reply("prefill", [])) == 1
+    assert target.ticks_waited(lambda: None) == 0
+    target.reply("jit", [5])  # too late for its round
+    assert target.ticks_waited(lambda: target.reply("jit", [6])) == 1
+    assert target.client.stats.missed_deadlines == 0
+
+
+def test_in_mode_sync_a_prompt_is_waited_for(wire):
+    """Red when the baseline's first rounds have no drafts, or when its drafter, which reads for
+    longer than a round waits, is taken for one that has stopped."""
+    target = AnsweredByHand(wire, waits_for_prompts=True)
+    turns: list[tuple[Served, list[int]]] = [("prefill", []), ("prefill", []), ("sync", [5])]
+    assert target.ticks_waited(lambda: target.reply(*turns.pop(0))) == 3
+    assert target.drafts == [[5]]
+    ticks = target.ticks_waited(lambda: target.reply("prefill", []))
+    assert ticks * wire.tick_s >= 1.0
+    assert target.client.state == "ready"
+    assert target.client.stats.plain_decode == {"late": 1}
 
 
 @pytest.mark.parametrize("direction", ["to_drafter", "to_target"])

@@ -7,8 +7,7 @@
 
 A hit whose branch is only partly drafted is finished with single-row steps: the longest part is
 there. A row that is far behind (its prompt is still being prefilled) is answered at once without
-drafts, for the whole batch would wait for it. Ordinary speculative decoding waits: there the draft
-model's prefill is part of a request's own.
+drafts, for the whole batch would wait for it. Ordinary speculative decoding does wait.
 """
 
 from __future__ import annotations

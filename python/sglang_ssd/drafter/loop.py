@@ -14,9 +14,9 @@ middle of a build is seen after the pass in flight: the losers are freed, the wi
 alone. Forwards for rows that a target is waiting for come first: then a slice lets num_steps + 1 of
 them pass. While nobody waits, slices and other forwards take turns, for a branch that is missing
 costs a row one round's drafts and a prompt that is not read costs it all of them. A slice is about
-as long as the other forwards (pace.py). In mode sync the target waits for prompts too, as ordinary
-speculative decoding does: they come before everything else, in slices of the full length. Nothing
-here blocks for longer than one forward, except an idle drafter, which sleeps in the poll.
+as long as the other forwards (pace.py). In mode sync the target waits for a prompt too, and hears
+after every slice that it is being read. Nothing here blocks for longer than one forward, except an
+idle drafter, which sleeps in the poll.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ class DraftLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._is_sync = config.mode == "sync"
         self._transport = transport
         self._clock = clock
         self._abilities = Abilities.of(
@@ -284,7 +283,7 @@ class DraftLoop:
             num_unfed=seq.num_unfed,
         )
         grow_chain(seq)
-        if not seq.is_far_behind:
+        if seq.answer.served != "prefill":
             self.stats.hits += taken.kind != "miss"
             self.stats.misses += taken.kind == "miss"
 
@@ -320,25 +319,31 @@ class DraftLoop:
         """Send what has the drafts that it is to be answered with; one message per commit."""
         for seq in self.table:
             if seq.round_id is not None and len(seq.cache.drafts) >= seq.answer.num_drafts:
-                row = ReplyRow(
-                    rid=seq.rid,
-                    generation=seq.generation,
-                    base_committed_len=seq.cache.committed_len,
-                    drafts=seq.cache.drafts if seq.answer.num_drafts else [],
-                    served=seq.answer.served,
-                    bonus_rank=seq.bonus_rank,
-                )
-                self._outbox.add(seq.peer, seq.round_id, row)
+                drafts = seq.cache.drafts if seq.answer.num_drafts else []
+                self._add_reply(seq, seq.round_id, drafts=drafts, served=seq.answer.served)
                 seq.round_id = None
         self._outbox.send()
+
+    def _add_reply(
+        self, seq: DraftedSequence, round_id: int, *, drafts: list[int], served: Served
+    ) -> None:
+        row = ReplyRow(
+            rid=seq.rid,
+            generation=seq.generation,
+            base_committed_len=seq.cache.committed_len,
+            drafts=drafts,
+            served=served,
+            bonus_rank=seq.bonus_rank,
+        )
+        self._outbox.add(seq.peer, round_id, row)
 
     # Forwards -----------------------------------------------------------------------------------
 
     def _next_forward(self) -> Callable[[], None] | None:
         """The most urgent forward, or None. The order is the module docstring's."""
-        owed = [seq for seq in self.table if seq.round_id is not None]
         prompts = [seq for seq in self.table if seq.is_far_behind]
-        if prompts and (self._is_sync or self._slice_is_due(prompts[0], is_owed=bool(owed))):
+        owed = [seq for seq in self.table if seq.round_id is not None and not seq.is_far_behind]
+        if prompts and self._slice_is_due(prompts[0], is_owed=bool(owed)):
             return partial(self._prefill_slice, prompts)
         if owed:
             return partial(self._feed, owed, "decode")
@@ -372,7 +377,7 @@ class DraftLoop:
         """The first prompts' next tokens, fewer of them while others are served."""
         self._forwards_since_slice = 0
         room = self._config.prefill_slice_tokens
-        if len(prompts) < self.table.num_live and not self._is_sync:
+        if len(prompts) < self.table.num_live:
             room = self._pace.slice_tokens(room)
         seqs, counts = [], []
         for seq in prompts:
@@ -384,6 +389,9 @@ class DraftLoop:
         self._drafting.stats.prefill_tokens += num_tokens
         seconds = self._drafting.feed_lines(seqs, counts, name="prefill slice")
         self._pace.note_slice(num_tokens=num_tokens, seconds=seconds)
+        for seq in seqs:
+            if seq.round_id is not None and seq.is_far_behind:
+                self._add_reply(seq, seq.round_id, drafts=[], served="prefill")
 
     # Time ---------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ class DraftedSequence:
 
     @property
     def is_far_behind(self) -> bool:
-        """A prompt, or what is left of one: fed in slices, and nobody waits for it."""
+        """A prompt, or what is left of one: fed in slices, and waited for in mode sync alone."""
         return self.num_unfed > most_catch_up(self.limits.num_steps)
 
     @property

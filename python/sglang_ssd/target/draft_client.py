@@ -7,7 +7,8 @@ its request.
 
 Sequences outlive the drafter. While it is away they are only kept; one that is back is told of them
 in slices of resync_tokens a round, each under a new generation, so that whatever an earlier drafter
-still says is a no-op. Nobody waits for a row until the drafter has caught up with it.
+still says is a no-op. Nobody waits for a row until the drafter has caught up with it, and only mode
+sync waits for a prompt that the drafter still reads.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class DraftClient:
         drafter: Drafter | None = None,
         tokens: list[str] | None = None,
         max_batch_size: int | None = None,
+        waits_for_prompts: bool = False,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,6 +79,7 @@ class DraftClient:
         self._deadline = deadline
         self._resync_tokens = resync_tokens
         self._max_batch_size = max_batch_size
+        self._waits_for_prompts = waits_for_prompts
         self._tracer = tracer or Tracer(None, "")
         self._clock = clock
         self._sequences: dict[str, DraftSequence] = {}
@@ -460,6 +463,8 @@ class DraftClient:
             self.decline(rid, _HOPELESS[served])
             return
         is_reading = served == "prefill"
+        if is_reading and self._waits_for_prompts:
+            return  # its drafts will come
         sequence.has_caught_up = bool(drafts) or (sequence.has_caught_up and not is_reading)
         base = message.base_committed_lens[index]
         if base != len(sequence.tokens):
