@@ -363,8 +363,14 @@ def _may_be_written(path: Path) -> bool:
     return path.is_file() or (path.parent.is_dir() and not path.exists())
 
 
+def as_flag(field: str) -> str:
+    """How a command line spells a field of SGLang's or of the drafter's settings."""
+    return "--" + field.replace("_", "-")
+
+
 def flag_name(field: str) -> str:
-    return "--ssd-" + field.replace("_", "-")
+    """How it spells a field of SsdConfig."""
+    return as_flag(f"ssd_{field}")
 
 
 def allowed_values(field: str) -> str:

@@ -39,7 +39,16 @@ def register() -> None:
     cpu.register_attention()
     if compat.version_reasons():
         return
-    from sglang_ssd.target import hooks, refusals, request_hooks, session_hooks
+    try:
+        _register_hooks()
+    except Exception as error:
+        algorithm.refuse_to_start(f"hooks: {type(error).__name__}: {error}")
+        raise
+
+
+def _register_hooks() -> None:
+    from sglang_ssd.platform import cpu
+    from sglang_ssd.target import algorithm, hooks, refusals, request_hooks, session_hooks
 
     algorithm.register_hooks()
     hooks.register_hooks()

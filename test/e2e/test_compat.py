@@ -19,8 +19,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 import sglang_ssd
-from sglang_ssd import compat
+from sglang_ssd import compat, plugin
 from sglang_ssd.config import ALGORITHM, SettingsError
+from sglang_ssd.platform import cpu
 from sglang_ssd.target import algorithm
 
 PYPROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
@@ -110,6 +111,23 @@ def test_changed_functions_are_named() -> None:
         f"sglang has no {utils}.no_such_function: "
         f"module '{utils}' has no attribute 'no_such_function'",
     ]
+
+
+def test_a_plugin_without_its_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when SSD serves although its hooks are missing: SGLang only logs what a plugin raises."""
+
+    def fail() -> None:
+        raise ImportError("no module named torch_that_is_broken")
+
+    monkeypatch.setattr(plugin, "_registered", False)
+    monkeypatch.setattr(plugin, "_register_hooks", fail)
+    monkeypatch.setattr(algorithm, "register", lambda: None)
+    monkeypatch.setattr(cpu, "register_attention", lambda: None)
+    monkeypatch.setattr(algorithm, "_start_reasons", [])
+    with pytest.raises(ImportError):
+        plugin.register()
+    with pytest.raises(SettingsError, match="hooks: ImportError: no module named torch_that_is"):
+        algorithm.validate_server_args(ServerArgs(model_path="none"))
 
 
 def test_another_version_registers_and_is_refused_before_anything_loads(monkeypatch) -> None:

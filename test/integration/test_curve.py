@@ -137,6 +137,18 @@ def test_a_target_may_be_let_in_later(
     assert exchange(target, drafter)
 
 
+def test_a_key_file_that_cannot_be_read_locks_nobody_else_out(
+    connect: Connect, drafter: DrafterSocket, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Red when a file that is still being copied into the folder keeps every target away."""
+    (folder / "drafter/targets/half.key").touch()
+    with caplog.at_level(logging.WARNING):
+        assert exchange(connect(target_keys(folder)), drafter)
+        assert exchange(connect(target_keys(folder)), drafter)
+    said = [r.message for r in caplog.records if "half.key" in r.message]
+    assert len(said) <= 1
+
+
 def test_tcp_beyond_the_machine_needs_keys() -> None:
     for make in (DrafterSocket, TargetSocket):
         with pytest.raises(ValueError, match="there are no keys"):

@@ -78,6 +78,17 @@ def test_a_late_reply_that_came_while_nobody_looked_has_the_benefit_of_the_doubt
     assert deadline.next_wait(10.6) == 0.5
 
 
+def test_a_reply_that_nobody_looked_for_teaches_nothing() -> None:
+    """Red when a reply that lay unread during a prefill of 3 s is taken for a slow one, or when one
+    that was not there at the end of its wait no longer is."""
+    deadline = answering(*[0.02] * 300)
+    assert deadline.seconds == 0.1
+    deadline.note_reply(3.0, at_least_s=0.001)
+    assert deadline.seconds == 0.1
+    deadline.note_reply(3.0, at_least_s=0.1)
+    assert deadline.seconds == 0.5
+
+
 def test_misses_before_a_long_silence_count_no_more() -> None:
     deadline = answering()
     for now in (1.0, 2.0, 3.0):

@@ -1,1 +1,2 @@
-"""The algorithm as pure functions and small state: torch only, no process, no SGLang."""
+"""The algorithm as pure functions and small state: no process, no SGLang; torch, numpy, msgspec and
+our kernels alone."""

@@ -99,13 +99,35 @@ def rank_candidates(
     Greedy rows rank by logit. Sampled rows rank by log q + noise among their top_m logits, with q
     after temperature and the row's filters.
     """
-    num_candidates = min(num_candidates, logits.shape[1])
-    if all(rule.temperature <= 0 for rule in rules):
-        return _largest(logits, num_candidates).cpu().numpy()
-    top = logits.topk(min(max(top_m, num_candidates), logits.shape[1]), dim=-1)
+    count = min(num_candidates, logits.shape[1])
+    sampled = [row for row, rule in enumerate(rules) if rule.temperature > 0]
+    if not sampled:
+        return _largest(logits, count).cpu().numpy()
+    if len(sampled) == len(rules):
+        return _best_drawn(logits, rules, positions, count, top_m).cpu().numpy()
+    greedy = [row for row, rule in enumerate(rules) if rule.temperature <= 0]
+    ranked = torch.empty(len(rules), count, dtype=torch.int64, device=logits.device)
+    ranked[greedy] = _largest(logits[greedy], count)
+    ranked[sampled] = _best_drawn(
+        logits[sampled],
+        [rules[row] for row in sampled],
+        [positions[row] for row in sampled],
+        count,
+        top_m,
+    )
+    return ranked.cpu().numpy()
+
+
+def _best_drawn(
+    logits: torch.Tensor,  # [R, V] float
+    rules: Sequence[SamplingRule],  # R, all above temperature 0
+    positions: Sequence[int],  # R
+    count: int,
+    top_m: int,
+) -> torch.Tensor:  # [R, count] int64
+    top = logits.topk(min(max(top_m, count), logits.shape[1]), dim=-1)
     scores = _draft_scores(top.values, top.indices, rules, positions)
-    best = scores.topk(num_candidates, dim=-1).indices
-    return top.indices.gather(1, best).cpu().numpy()
+    return top.indices.gather(1, scores.topk(count, dim=-1).indices)
 
 
 def _largest(
@@ -168,14 +190,13 @@ def _draft_scores(
     at = torch.tensor(list(positions), dtype=torch.int64, device=device)
 
     logits = top_logits.to(torch.float64)
-    sampled = temperatures > 0
-    probs = torch.softmax(logits / temperatures.where(sampled, 1.0), dim=-1)
+    probs = torch.softmax(logits / temperatures, dim=-1)
     ranks = torch.arange(logits.shape[1], device=device)
     left_out = (top_ks > 0) & (ranks >= top_ks)
     left_out |= probs.cumsum(dim=-1) - probs > top_ps
     left_out |= probs < min_ps * probs[:, :1]
-    noisy = probs.log() + gumbel_noise(seeds, at, token_ids) - FILTERED_GUESS_PENALTY * left_out
-    return torch.where(sampled, noisy, logits)
+    penalties: torch.Tensor = FILTERED_GUESS_PENALTY * left_out
+    return probs.log() + gumbel_noise(seeds, at, token_ids) - penalties
 
 
 def _hash64(text: str) -> int:

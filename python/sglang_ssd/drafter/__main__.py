@@ -29,6 +29,7 @@ from sglang_ssd.config import (
     CPU_PLATFORM,
     PLATFORM_ENV,
     SsdConfig,
+    as_flag,
     help_text,
     load_config,
     shown_default,
@@ -150,7 +151,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> DrafterSettings:
     )
     fields = msgspec.structs.fields(DrafterSettings)
     for field in fields:
-        flag, text = drafter_flag(field.name), flag_help(field.name)
+        flag, text = as_flag(field.name), flag_help(field.name)
         if field.default is False:
             parser.add_argument(flag, action="store_true", help=text)
         else:
@@ -161,7 +162,7 @@ def parse_settings(argv: Sequence[str] | None = None) -> DrafterSettings:
         try:
             given[field.name] = _converted(field, given[field.name])
         except ValueError as error:
-            reasons.append(f"{drafter_flag(field.name)} {given[field.name]!r}: {error}")
+            reasons.append(f"{as_flag(field.name)} {given[field.name]!r}: {error}")
     if reasons:
         parser.error("; ".join(reasons))
     device, gpu_id = split_device(given["device"], gpu_id=given["gpu_id"])
@@ -181,10 +182,6 @@ def _converted(field: msgspec.structs.FieldInfo, value: object) -> object:
     except ValueError as error:
         raise ValueError(f"must be {_allowed(field)}") from error
     return converted
-
-
-def drafter_flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
 
 
 def flag_help(name: str) -> str:

@@ -37,6 +37,7 @@ from sglang_ssd.config import (
     Share,
     SsdConfig,
     allowed_values,
+    as_flag,
     dump_config,
     help_text,
 )
@@ -219,7 +220,7 @@ def to_argv(settings: DrafterSettings) -> list[str]:
     """The command line that says the same; absent flags stand for the defaults."""
     argv: list[str] = []
     for name, value in msgspec.structs.asdict(settings).items():
-        flag = "--" + name.replace("_", "-")
+        flag = as_flag(name)
         if value is True:
             argv.append(flag)
         elif value not in (None, False, ""):
@@ -263,7 +264,8 @@ class DrafterHandle:
                 self._process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.wait()
+                with suppress(subprocess.TimeoutExpired):  # it hangs in the kernel
+                    self._process.wait(timeout_s)
 
     def _relay_log(self, stream: IO[str]) -> None:
         with stream:

@@ -22,6 +22,7 @@ from sglang_ssd.config import (
     MAX_NUM_STEPS,
     SettingsError,
     SsdConfig,
+    as_flag,
     flag_name,
     read_config,
 )
@@ -193,9 +194,17 @@ def _decode_reserve() -> int:
     return get_alloc_reserve_per_decode()
 
 
+_start_reasons: list[str] = []
+
+
+def refuse_to_start(reason: str) -> None:
+    """No server of this process may start with SSD; SGLang only logs what a plugin raises."""
+    _start_reasons.append(reason)
+
+
 def validate_server_args(server_args: ServerArgs) -> None:
     """SettingsError with every reason why these settings cannot be served."""
-    reasons = compat.reasons() or setting_reasons(server_args)
+    reasons = compat.reasons() or _start_reasons or setting_reasons(server_args)
     if reasons:
         lines = "\n  ".join(reasons)
         raise SettingsError(f"--speculative-algorithm {ALGORITHM} cannot start:\n  {lines}")
@@ -257,11 +266,11 @@ def _value_reasons(server_args: ServerArgs) -> list[str]:
     for field, (allowed, words) in {**ALLOWED_VALUES, **on_cpu}.items():
         value = getattr(server_args, field)
         if value is not None and value != allowed:
-            reasons.append(f"{_flag(field)} {value}: {words}")
+            reasons.append(f"{as_flag(field)} {value}: {words}")
     for field, (needed, words) in ({} if cpu.is_selected() else NEEDED_ON_GPU).items():
         value = getattr(server_args, field)
         if value != needed:
-            reasons.append(f"{_flag(field)} {value}: {words}")
+            reasons.append(f"{as_flag(field)} {value}: {words}")
     return reasons
 
 
@@ -275,7 +284,7 @@ def _foreign_flag_reasons(server_args: ServerArgs) -> list[str]:
             continue
         value = asked_for[field.name]
         if value != field.default:
-            reasons.append(f"{_flag(field.name)} {value}: not used by SSD; must be left out")
+            reasons.append(f"{as_flag(field.name)} {value}: not used by SSD; must be left out")
     return reasons
 
 
@@ -297,10 +306,6 @@ def _model_reasons(server_args: ServerArgs, config: SsdConfig) -> list[str]:
     if mambaish_config(model_config) is not None:  # a verify leaves its state where it was
         reasons.append(f"{model}: a model with recurrent state; must have attention alone")
     return reasons
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
 
 
 def _worker_class(server_args: ServerArgs) -> type:

@@ -44,9 +44,14 @@ class ReplyDeadline:
 
     def note_reply(self, took_s: float, *, at_least_s: float | None = None) -> None:
         """A reply, on time or not, found took_s after its question; at_least_s: when it was not
-        there yet, for one that came while nobody looked."""
-        self._replies.append(min(took_s, self._most_s))
-        if (took_s if at_least_s is None else at_least_s) <= self._most_s:
+        there yet, for one that came while nobody looked.
+
+        One that may have come in time, and was found later because nobody looked, teaches nothing.
+        """
+        least_s = took_s if at_least_s is None else at_least_s
+        if took_s <= self.seconds or least_s >= self.seconds:
+            self._replies.append(min(took_s, self._most_s))
+        if least_s <= self._most_s:
             self._paused_until = 0.0
 
     def note_kept(self) -> None:

@@ -98,7 +98,8 @@ class CoupledSampler(Sampler):
         if self.seeds is None:
             return super()._sample_from_probs(probs, sampling_info, positions, simple_sampling_case)
         assert len(self.seeds) == len(probs), "seeds are those of the batch that is sampled"
-        logprobs = _filter(torch.log(probs), sampling_info, repeats=1)
+        every_row = torch.arange(len(probs), device=probs.device)
+        logprobs = _filter(torch.log(probs), sampling_info, requests=every_row)
         return coupled_sample(logprobs, seeds=self.seeds, positions=positions).to(torch.int32), None
 
 
@@ -124,7 +125,10 @@ def choose_target_tokens(
     seeds: torch.Tensor | None,  # [B] int64, None when every row is greedy
     positions: torch.Tensor,  # [B * W] int64
 ) -> torch.Tensor:
-    """The token the target itself chooses after every verified position: [B, W] int64."""
+    """The token the target itself chooses after every verified position: [B, W] int64.
+
+    What it would draw behind a row's last draft is never looked at, and is not drawn.
+    """
     batch_size, width = verify_tokens.shape
     process_logits(
         logits,
@@ -137,13 +141,15 @@ def choose_target_tokens(
     if seeds is None:
         return best.view(batch_size, width)
     info = batch.sampling_info
-    temperatures = info.temperatures.repeat_interleave(width, dim=0)
-    logprobs = torch.log_softmax(logits.float() / temperatures, dim=-1)
-    logprobs = _filter(logprobs, info, repeats=width)
-    tokens = coupled_sample(logprobs, seeds=seeds.repeat_interleave(width), positions=positions)
+    places = torch.arange(width, device=logits.device)[None, :]
     # A greedy row beside sampled ones must get what it gets alone, near-ties included.
-    is_greedy = (info.top_ks == 1).repeat_interleave(width)
-    return torch.where(is_greedy, best, tokens).view(batch_size, width)
+    is_drawn = (info.top_ks != 1)[:, None] & (places <= num_drafts[:, None])
+    rows = is_drawn.flatten().nonzero()[:, 0]
+    requests = rows // width
+    logprobs = torch.log_softmax(logits[rows].float() / info.temperatures[requests], dim=-1)
+    logprobs = _filter(logprobs, info, requests=requests)
+    best[rows] = coupled_sample(logprobs, seeds=seeds[requests], positions=positions[rows])
+    return best.view(batch_size, width)
 
 
 def process_logits(
@@ -200,14 +206,14 @@ def grammar_tree(
 
 
 def _filter(
-    logprobs: torch.Tensor,  # [B * repeats, V] float
+    logprobs: torch.Tensor,  # [R, V] float
     info: SamplingBatchInfo,
     *,
-    repeats: int,
+    requests: torch.Tensor,  # [R] int64, of which request of the batch each row is
 ) -> torch.Tensor:
     return filter_logprobs(
         logprobs,
-        top_ks=info.top_ks.repeat_interleave(repeats),
-        top_ps=info.top_ps.repeat_interleave(repeats),
-        min_ps=info.min_ps.repeat_interleave(repeats),
+        top_ks=info.top_ks[requests],
+        top_ps=info.top_ps[requests],
+        min_ps=info.min_ps[requests],
     )
