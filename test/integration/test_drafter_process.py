@@ -254,12 +254,16 @@ def test_sockets_of_killed_servers_are_swept_up(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)  # its parent takes no note of it
-    left, ours = tmp_path / f"sglang-ssd-{dead.pid}-x", tmp_path / f"sglang-ssd-{os.getpid()}-x"
-    for folder in (left, ours):
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    left = tmp_path / f"sglang-ssd-{namespace}-{dead.pid}-x"
+    ours = tmp_path / f"sglang-ssd-{namespace}-{os.getpid()}-x"
+    of_a_container = tmp_path / f"sglang-ssd-{namespace + 1}-{dead.pid}-x"
+    for folder in (left, ours, of_a_container):
         folder.mkdir()
     remove_endpoint(make_endpoint())
     assert not left.exists()
     assert ours.exists()
+    assert of_a_container.exists()
 
 
 def test_a_log_that_nobody_reads_is_read_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ from sglang_ssd.wire.endpoints import (
     ALLOWED_ENDPOINTS,
     IPC,
     SOCKET_DIR_PREFIX,
+    pid_namespace,
     unique_ipc_endpoint,
 )
 
@@ -336,8 +337,9 @@ def _child_environment(config: SsdConfig) -> dict[str, str]:
 
 def sweep_socket_dirs() -> None:
     """Remove socket directories of servers that were killed and could not do it themselves."""
-    for path in Path(tempfile.gettempdir()).glob(f"{SOCKET_DIR_PREFIX}[0-9]*-*"):
-        pid = path.name.removeprefix(SOCKET_DIR_PREFIX).split("-", 1)[0]
+    ours = f"{SOCKET_DIR_PREFIX}{pid_namespace()}-"
+    for path in Path(tempfile.gettempdir()).glob(f"{ours}[0-9]*-*"):
+        pid = path.name.removeprefix(ours).split("-", 1)[0]
         if pid.isdecimal() and not process_exists(int(pid)):
             shutil.rmtree(path, ignore_errors=True)  # refuses what is another user's
 

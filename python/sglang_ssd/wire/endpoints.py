@@ -49,6 +49,12 @@ def validate_endpoint(endpoint: str, *, has_keys: bool = False) -> str:
     return endpoint
 
 
+def pid_namespace() -> int:
+    """Where a process id of ours means something: containers may share the folder for sockets."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
 def unique_ipc_endpoint() -> str:
     """A fresh ipc:// endpoint in a new directory that only this user may enter (mode 0700)."""
-    return f"{IPC}{tempfile.mkdtemp(prefix=f'{SOCKET_DIR_PREFIX}{os.getpid()}-')}/drafter"
+    prefix = f"{SOCKET_DIR_PREFIX}{pid_namespace()}-{os.getpid()}-"
+    return f"{IPC}{tempfile.mkdtemp(prefix=prefix)}/drafter"
