@@ -142,12 +142,16 @@ def test_samples_follow_p():
     assert float(((counts - rows * probs) ** 2 / (rows * probs)).sum()) < 24.3
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size"), [(6, 1000), (70, 200)], ids=["pruned", "whole"]
+)
+def test_a_row_does_not_depend_on_its_neighbours(num_rows: int, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(10)
-    logprobs = torch.log_softmax(torch.randn(6, 1000, generator=generator), -1)
-    seeds, positions = random_keys(6, generator)
+    logprobs = torch.log_softmax(torch.randn(num_rows, vocab_size, generator=generator), -1)
+    seeds, positions = random_keys(num_rows, generator)
     together = coupled_sample(logprobs, seeds=seeds, positions=positions)
-    for row in range(6):
+    assert together.shape == (num_rows,)
+    for row in range(num_rows):
         one = slice(row, row + 1)
         alone = coupled_sample(logprobs[one], seeds=seeds[one], positions=positions[one])
         assert alone[0] == together[row]

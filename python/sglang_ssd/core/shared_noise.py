@@ -29,6 +29,7 @@ target's filter may well keep it. Measured as better than dropping it."""
 _BLOCK = 128
 _MAX_HASH = 2**32 - 1
 _HEAD = 256  # tokens whose noise is always evaluated
+_NOISE_ROWS = 32  # whose noise is held at once: 8 bytes a token, several times over
 _ROUNDING = 1e-4  # nats, far above the float64 error of a noise near its maximum (5e-7)
 
 
@@ -78,7 +79,12 @@ def coupled_sample(
     """One exact sample per row; of equal maxima the lowest token id."""
     if logprobs.device.type != "cpu" or logprobs.shape[1] <= _HEAD:
         all_ids = torch.arange(logprobs.shape[1], device=logprobs.device)[None, :]
-        return (logprobs + gumbel_noise(seeds, positions, all_ids)).argmax(dim=-1)
+        drawn = torch.empty(len(logprobs), dtype=torch.int64, device=logprobs.device)
+        for start in range(0, len(drawn), _NOISE_ROWS):
+            part = slice(start, start + _NOISE_ROWS)
+            noise = gumbel_noise(seeds[part], positions[part], all_ids)
+            drawn[part] = (logprobs[part] + noise).argmax(dim=-1)
+        return drawn
     rows = [
         _sample_row(row, seeds[index : index + 1], positions[index : index + 1])
         for index, row in enumerate(logprobs)

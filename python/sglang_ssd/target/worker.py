@@ -203,11 +203,11 @@ class SSDWorker(BaseSpecWorker):
             rows = self._client.collect([req.rid for req in batch.reqs])
         padded = [[len(row), *row, *[0] * (self._num_steps - len(row))] for row in rows]
         packed = torch.tensor(padded, dtype=torch.int64, device=self._device)  # [B, 1 + K]
+        width = 1 + max(len(row) for row in rows)
         if self._tp_group.world_size > 1:
             packed = self._tp_group.broadcast(packed, src=0)
-        return Drafts(
-            num_drafts=packed[:, 0], tokens=packed[:, 1:], width=1 + int(packed[:, 0].max())
-        )
+            width = 1 + int(packed[:, 0].max())
+        return Drafts(num_drafts=packed[:, 0], tokens=packed[:, 1:], width=width)
 
     def _prepare_verify(self, batch: ScheduleBatch, drafts: Drafts) -> SSDVerifyInput:
         """Make the decode batch a verify of width W whose KV goes behind the committed prefix."""
