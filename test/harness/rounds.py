@@ -125,3 +125,9 @@ def assert_drafted(kind: DrafterKind, answers: Sequence[Answer]) -> None:
     """Where no draft was ever accepted, equality compares plain decode with itself."""
     if kind != "random":
         assert sum(answer.num_correct_drafts for answer in answers) > 0, "all decoded plainly"
+
+
+def assert_drafting(kind: DrafterKind, rounds: Rounds) -> None:
+    """The same of rounds: a drafter that is never right has its drafts verified all the same."""
+    assert rounds.drafted_rows > 0, f"all decoded plainly: {rounds}"
+    assert kind == "random" or rounds.correct_drafts > 0, rounds
