@@ -1,4 +1,7 @@
-"""What a running server refuses: each HTTP 400 of ours with its whole message, streamed or not."""
+"""What a running server refuses: each HTTP 400 of ours with its whole message, streamed or not.
+
+And one of SGLang's own, which docs/sampling.md has beside ours.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,11 @@ CASES = (
         "experts", {"return_routed_experts": True}, f"return_routed_experts True: {NOT_SERVED}"
     ),
     BadRequest("indexer", {"return_indexer_topk": True}, f"return_indexer_topk True: {NOT_SERVED}"),
+    BadRequest(
+        "mode-without-mask",
+        {"sampling_logprobs_mode": "support"},
+        "sampling_logprobs_mode can only be set when return_sampling_mask=true.",
+    ),
     BadRequest("beams", {"sampling_params": {"beam_width": 3}}, f"beam_width 3: {NOT_SERVED}"),
     BadRequest(
         "top-k",

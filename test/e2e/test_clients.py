@@ -314,16 +314,27 @@ MALFORMED: tuple[tuple[str, Any], ...] = (
         "v1/chat/completions",
         {"model": "any", "messages": MESSAGES, "response_format": {"type": "poem"}},
     ),
+    ("v1/responses", {"model": "any"}),
+    ("v1/responses", {"input": "x", "temperature": "hot"}),
+    ("v1/responses", {"input": "x", "tool_choice": "required"}),
+    ("v1/responses", {"input": "x", "max_output_tokens": 6, "top_p": 2}),
+    ("v1/messages", {"model": "any", "messages": MESSAGES}),
+    ("v1/messages", {"model": "any", "max_tokens": 0, "messages": MESSAGES}),
+    ("v1/messages", {"model": "any", "max_tokens": 4, "messages": [{"role": "king"}]}),
+    ("v1/messages", {"model": "any", "max_tokens": 4, "messages": MESSAGES, "temperature": -1}),
 )
-"""Path and body; a text is sent as it is. A few are served by SGLang all the same."""
+"""Path and body; a text is sent as it is, an object once more with `stream`. A few are served by
+SGLang all the same."""
 
 
 def test_request_errors_are_sglangs_own(server: Server, reference: Reference) -> None:
-    """Red when a bad request is answered unlike the plain server does, or hurts a good one."""
+    """Red when a bad request, streamed or not, is answered unlike the plain server does, or hurts a
+    good one."""
     for path, body in MALFORMED:
-        expected, got = (_refused(which, path, body) for which in (reference.server, server))
-        assert got.status_code == expected.status_code, (path, body, got.text)
-        assert _said(got) == _said(expected), (path, body)
+        for sent in (body,) if isinstance(body, str) else (body, {**body, "stream": True}):
+            expected, got = (_refused(which, path, sent) for which in (reference.server, server))
+            assert got.status_code == expected.status_code, (path, sent, got.text)
+            assert _said(got) == _said(expected), (path, sent)
     assert generate(server.url, Request("Still here?", {"max_new_tokens": 4})).output_ids
 
 
@@ -338,7 +349,19 @@ def _said(reply: Any) -> Any:
     if reply.status_code != 200:
         assert reply.text
         return reply.text
+    if reply.headers["Content-Type"].startswith("text/event-stream"):
+        return _said_in_pieces(reply)
     found = reply.json()
     if "text" in found:
         return found["text"], found["meta_info"]["finish_reason"]
     return found["choices"]
+
+
+def _said_in_pieces(reply: Any) -> Any:
+    """The first piece, if it tells of an error; of others which fields it has, for their ids and
+    times are others every time, and the errors behind it."""
+    pieces = [json.loads(piece) for piece in re.findall(r"^data: (\{.*)$", reply.text, re.M)]
+    if "error" in pieces[0]:
+        return pieces[0]
+    errors = [piece.get("error") or piece.get("response", {}).get("error") for piece in pieces]
+    return sorted(pieces[0]), [error for error in errors if error]

@@ -14,6 +14,7 @@ import requests as http
 from harness.client import Request, generate
 from harness.prompts import load_prompts
 from harness.reference import Reference
+from harness.server import ServerPool
 
 ENGINE_PROGRAM = """
 import json, sys
@@ -79,3 +80,19 @@ def test_launcher_without_the_algorithm_is_a_plain_server(reference: Reference) 
     assert info["speculative_algorithm"] is None
     assert "ssd" not in info["internal_states"][0]
     assert generate(server.url, Request("Hello", {"max_new_tokens": 4})).num_correct_drafts == 0
+
+
+def test_a_server_without_a_tokenizer(
+    pool: ServerPool, reference: Reference, spec_for: Any
+) -> None:
+    """Red when drafts need the target's tokenizer, or a server without one does not say that it
+    compares vocabularies by their sizes alone."""
+    server = pool.get(spec_for("self", flags=("--skip-tokenizer-init",)))
+    params = {"max_new_tokens": 24, "ignore_eos": True}
+    cases = [Request(p.input_ids, params) for p in load_prompts(server.spec.model, 4)]
+    for case, want in zip(cases, reference.answers(cases), strict=True):
+        reply = http.post(f"{server.url}/generate", json=case.body(), timeout=600)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["output_ids"] == want.output_ids
+    assert server.ssd()["correct_drafts"] > 0
+    assert server.log_text().count("token-to-id maps are not compared, the target has no") == 1

@@ -10,10 +10,12 @@ from typing import Any, Literal
 
 import pytest
 
+from harness.checkpoints import DrafterKind
 from harness.client import Request, generate_all
 from harness.grammars import SCHEMA, TAG_AFTER_TRIGGER
 from harness.prompts import encode, load_prompts
 from harness.reference import Reference, assert_same
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import ServerPool, ServerSpec
 
 CONSTRAINTS: tuple[dict[str, Any], ...] = (
@@ -33,18 +35,23 @@ TRIGGER_BIAS = 60.0
 """On the trigger's token, so that it is said wherever the grammar lets it."""
 
 
-@pytest.mark.parametrize(("backend", "rolls_back"), [("llguidance", True), ("outlines", False)])
+@pytest.mark.parametrize(
+    ("backend", "rolls_back", "kind"),
+    [("llguidance", True, "self"), ("llguidance", True, "random"), ("outlines", False, "self")],
+)
 def test_grammars_of_a_backend(
     backend: Literal["llguidance", "outlines"],
     rolls_back: bool,
+    kind: DrafterKind,
     target: Path,
     pool: ServerPool,
     reference_pool: ServerPool,
     spec_for: Any,
 ) -> None:
-    """Red when a grammar is advanced over drafts that it cannot take back, or a neighbour pays."""
+    """Red when a grammar is advanced over drafts that it cannot take back, or does not take back
+    those that were wrong, or a neighbour pays."""
     flags = ("--grammar-backend", backend)
-    server = pool.get(spec_for("self", flags=flags))
+    server = pool.get(spec_for(kind, flags=flags))
     plain = ServerSpec(model=str(target), flags=(*flags, "--disable-overlap-schedule"))
     reference = Reference(reference_pool, plain)
     constraints = [*CONSTRAINTS]
@@ -58,13 +65,16 @@ def test_grammars_of_a_backend(
         )
         for index, prompt in enumerate(prompts)
     ]
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=8)
+    assert_drafting(kind, counter.since())
     assert_same(reference, cases, answers)
     for case, answer in zip(cases, answers, strict=True):
         assert "structural_tag" not in case.params or answer.text.startswith("<a>")
-    constrained = sum(answer.num_correct_drafts for answer in answers[1::2])
-    assert (constrained > 0) == rolls_back
-    assert sum(answer.num_correct_drafts for answer in answers[::2]) > 0
+    if kind == "self":
+        constrained = sum(answer.num_correct_drafts for answer in answers[1::2])
+        assert (constrained > 0) == rolls_back
+        assert sum(answer.num_correct_drafts for answer in answers[::2]) > 0
 
 
 def with_trigger(model: str, constraint: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import requests as http
 
 from harness.checkpoints import make_drafter
 from harness.client import Answer, Request, generate, generate_all, openai, openai_stream, stream
-from harness.idle import assert_drained
+from harness.idle import assert_drained, drafter_status
 from harness.prompts import load_prompts
 from harness.reference import Reference
 from harness.rounds import RoundCounter
@@ -379,7 +379,8 @@ def test_parsers(server: Server, body: dict[str, Any], filled: tuple[str, ...]) 
 
 
 def test_score(server: Server, reference: Reference) -> None:
-    """Red when /v1/score opens a sequence, or gives other scores than a plain server."""
+    """Red when /v1/score opens a sequence or has the drafter read anything, or gives other scores
+    than a plain server."""
     body = {
         "model": "any",
         "query": "The capital of France is",
@@ -387,10 +388,12 @@ def test_score(server: Server, reference: Reference) -> None:
         "label_token_ids": [260, 28, 30],
         "apply_softmax": True,
     }
-    before = server.ssd()["rounds"]
+    assert_drained(server)
+    before, read = server.ssd()["rounds"], drafter_status(server).prefill_tokens
     mine = post(server, "/v1/score", body).json()["scores"]
     plain = post(reference.server, "/v1/score", body).json()["scores"]
     for have, want in zip(mine, plain, strict=True):
         assert have == pytest.approx(want, abs=1e-4)
     assert server.ssd()["rounds"] == before
     assert server.ssd()["live_sequences"] == 0
+    assert drafter_status(server).prefill_tokens == read

@@ -18,6 +18,7 @@ from harness.draws import assert_same_draws, seeded
 from harness.processors import serialized
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import ServerPool
 
 
@@ -84,7 +85,10 @@ def test_custom_logit_processors_sampled(
             params = {**case.params, "custom_params": one.params}
             options = {"custom_logit_processor": one.text}
             sampled.append(Request((*case.prompt, *one.prompt), params, options))  # type: ignore[misc]
-    assert_same_draws(drafts_off, sampled, generate_all(server.url, sampled, concurrency=6))
+    counter = RoundCounter(server)
+    answers = generate_all(server.url, sampled, concurrency=6)
+    assert_drafting(kind, counter.since())
+    assert_same_draws(drafts_off, sampled, answers)
 
 
 def _case(prompt: tuple[int, ...], one: Processor) -> Request:

@@ -40,7 +40,7 @@ import bench_penalties
 from harness.processors import serialized
 from sglang_ssd.target import refusals
 from sglang_ssd.target.draft_rule import draft_rule
-from sglang_ssd.target.plain_decode import can_roll_back, is_row_function
+from sglang_ssd.target.plain_decode import can_roll_back, is_row_function, needs_plain_decode
 from sglang_ssd.target.refusals import SHOWN_CHARS, refusal_reasons
 from sglang_ssd.target.row_transforms import RowTransforms
 from sglang_ssd.wire.messages import MAX_RULE_TOKENS
@@ -72,6 +72,9 @@ class Request:
         self.tokenizer = Tokenizer()
         self.eos_token_ids = {12}
         self.custom_logit_processor: str | None = None
+        self.grammar: Any = None
+        self.input_embeds: Any = None
+        self.positional_embed_overrides: Any = None
 
 
 class Batch:
@@ -224,6 +227,18 @@ def test_which_processors_are_functions_of_the_row() -> None:
     assert is_row_function(DeepseekOCRNoRepeatNGramLogitProcessor())
     assert not is_row_function(Overrides())
     assert not is_row_function(CustomLogitProcessor.from_str(serialized("CountCalls")))
+
+
+def test_embeddings_in_place_of_ids_need_plain_decode() -> None:
+    """Red when a drafter is asked to go on from ids that only stand in for embeddings."""
+    assert not needs_plain_decode(Request({}, []))
+    for name, value in {
+        "input_embeds": [[0.5] * 4],
+        "positional_embed_overrides": PositionalEmbeds(torch.zeros(1, 4), [0]),
+    }.items():
+        req = Request({}, [])
+        setattr(req, name, value)
+        assert needs_plain_decode(req), name
 
 
 def test_which_grammars_roll_back() -> None:

@@ -12,7 +12,7 @@ from harness.client import Request, generate, generate_all, generate_copies
 from harness.draws import FILTERS, NUM_TOKENS, assert_same_draws, seeded
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.rounds import RoundCounter, assert_on_time
+from harness.rounds import RoundCounter, assert_drafted, assert_on_time
 from harness.server import OVERLAP, Server, ServerPool
 from harness.size import Size
 
@@ -51,8 +51,9 @@ def test_a_draw_does_not_depend_on_its_batch(
     alone = [generate(server.url, case) for case in cases]
     together = generate_all(server.url, [*greedy, *cases], concurrency=10)
     assert_same(reference, greedy, together[: len(greedy)])
-    assert_same_draws(drafts_off, cases, alone)
-    assert_same_draws(drafts_off, cases, together[len(greedy) :])
+    for answers in (alone, together[len(greedy) :]):
+        assert_same_draws(drafts_off, cases, answers)
+        assert_drafted("noisy", answers)
 
 
 def test_copies_of_a_seeded_request_differ_and_repeat(
@@ -61,7 +62,9 @@ def test_copies_of_a_seeded_request_differ_and_repeat(
     """Red when n=4 copies share one seed, or a copy's seed depends on the drafts."""
     server = pool.get(spec_for("noisy"))
     (case,) = seeded(server.spec.model, 1, {"temperature": 1.0, "n": 4})
-    copies = [copy.output_ids for copy in generate_copies(server.url, case)]
+    answers = generate_copies(server.url, case)
+    assert_drafted("noisy", answers)
+    copies = [copy.output_ids for copy in answers]
     assert len({tuple(ids) for ids in copies}) == 4
     assert copies == [copy.output_ids for copy in generate_copies(drafts_off.server.url, case)]
     (alone,) = seeded(server.spec.model, 1, {"temperature": 1.0})
@@ -80,7 +83,8 @@ def test_draws_are_draws(pool: ServerPool, spec_for: Any) -> None:
 def test_draws_with_a_dead_drafter(
     pool: ServerPool, drafts_off: Reference, spec_for: Any, size: Size
 ) -> None:
-    """Red when plain decoding after the drafter's death draws otherwise than a verify does."""
+    """Red when plain decoding after the drafter's death draws otherwise than a verify does, or
+    copies of a seeded request do."""
     server = pool.take(spec_for("noisy", settings=(("restart_delay_s", 3600),)))
     try:
         server.drafter_process().send_signal(signal.SIGKILL)
@@ -88,6 +92,9 @@ def test_draws_with_a_dead_drafter(
             cases = seeded(server.spec.model, min(20, size.num_seeds), params)
             answers = generate_all(server.url, cases, concurrency=4)
             assert_same_draws(drafts_off, cases, answers)
+        (case,) = seeded(server.spec.model, 1, {"temperature": 1.0, "n": 3})
+        want, have = (generate_copies(one.url, case) for one in (drafts_off.server, server))
+        assert [copy.output_ids for copy in have] == [copy.output_ids for copy in want]
         _assert_no_drafts(server)
     finally:
         server.stop()

@@ -25,6 +25,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from harness.checkpoints import DrafterKind
 from harness.client import Request, generate, generate_all, generate_copies
 from harness.draws import assert_same_draws
 from harness.grammars import SCHEMA, TAG_AT_ONCE, assert_keeps_to
@@ -32,6 +33,7 @@ from harness.logprobs import assert_same_logprobs
 from harness.processors import serialized
 from harness.prompts import STORY, encode, tokenizer_of
 from harness.reference import Reference, assert_same
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import Server, ServerPool, ServerSpec
 from sglang_ssd.wire.messages import MAX_RID_CHARS
 
@@ -504,13 +506,14 @@ def test_embeddings_decode_plainly(uncached_server: Server) -> None:
     assert answer["text"] == generate(server.url, Request(story, plainly)).text
 
 
+@pytest.mark.parametrize("kind", ["self", "random"])
 def test_reasoning_and_its_budget(
-    target: Path, pool: ServerPool, reference_pool: ServerPool, spec_for: Any
+    kind: DrafterKind, target: Path, pool: ServerPool, reference_pool: ServerPool, spec_for: Any
 ) -> None:
-    """Red when a verify's rows count the thinking tokens of other rows, or a grammar begins early
-    or late behind the thought."""
+    """Red when a verify's rows count the thinking tokens of other rows, those of wrong drafts
+    among them, or a grammar begins early or late behind the thought."""
     flags = ("--reasoning-parser", "qwen3", "--enable-strict-thinking")
-    server = pool.get(spec_for("self", flags=flags))
+    server = pool.get(spec_for(kind, flags=flags))
     plain = ServerSpec(model=str(target), flags=(*flags, "--disable-overlap-schedule"))
     reference = Reference(reference_pool, plain)
     story = encode(server.spec.model, STORY)
@@ -526,10 +529,12 @@ def test_reasoning_and_its_budget(
         Request(story, {"max_new_tokens": 24}, {"require_reasoning": True}),
         Request(story, constrained),
     ]
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=len(cases))
+    assert_drafting(kind, counter.since())
     assert_same(reference, cases, answers)
     for case, want, have in zip(cases, reference.answers(cases), answers, strict=True):
-        assert have.num_correct_drafts > 0, f"{case} was decoded plainly"
+        assert kind == "random" or have.num_correct_drafts > 0, f"{case} was decoded plainly"
         assert have.meta_info["reasoning_tokens"] == want.meta_info["reasoning_tokens"]
     for answer in answers[:3]:
         _, end, constrained_text = answer.text.partition("</think>")

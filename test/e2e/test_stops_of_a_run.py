@@ -28,7 +28,18 @@ STOPS: tuple[dict[str, Any], ...] = (
     {"stop": ["She"], "eos_at": 3},
     {"stop": ["Paris"], "eos_at": 6},
     {"stop": ["nothing like it"], "max_new_tokens": 6},
+    *(
+        {**stop, "max_new_tokens": length}
+        for stop in (
+            {"stop": ["Paris"]},
+            {"stop": ["to Par"]},
+            {"stop_regex": ["P[a-z]+s"]},
+            {"stop_regex": ["t[a-z] P"]},
+        )
+        for length in (4, 5, 6)
+    ),
 )
+"""The last ones have their stop in the fifth token, and the cap around it."""
 
 
 get_tokenizer = cache(hf_transformers_utils.get_tokenizer)

@@ -8,8 +8,8 @@ stop (SIGSTOP, then SIGCONT), slow (replies held back), garbage (malformed frame
 generations (old replies and commits under other generations), cut (all connections dropped). Every
 fault is followed by peace for twice as long as it lasted, two seconds at least. Prints a table by
 kind and, as the last line, one JSON object; fails if an answer differs from the run without faults,
-one is lost, hits stay away for more than two seconds, fewer than half of all rows are hits, or
-anything is left behind.
+one is lost, hits stay away for more than two seconds, fewer than half of all rows are hits, a row
+is counted twice or not at all, or anything is left behind.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from harness.client import Answer, Request, generate, generate_all
 from harness.draws import draw_gap
 from harness.prompts import load_prompts
 from harness.reference import MAX_ROUNDING_GAP, PROMPTS_PER_ROUNDING, find_divergence
+from harness.rounds import rows_by_fate
 from harness.server import Server, ServerSpec
 from report import add_out_flag, finish, print_table
 from sglang_ssd.drafter.process import DrafterHandle, DrafterSettings
@@ -367,6 +368,8 @@ class Result(msgspec.Struct, frozen=True):
     """Answers that differ at all."""
     lost: list[str]
     rows: dict[str, int]
+    num_rows: int
+    """All of them, as the server counts rows."""
     hit_share: float
     leftovers: Leftovers
     seconds: float
@@ -380,6 +383,8 @@ class Result(msgspec.Struct, frozen=True):
         found = self.different + self.lost
         if self.hit_share < 0.5:
             found.append(f"only {self.hit_share:.0%} of all rows were hits")
+        if sum(self.rows.values()) != self.num_rows:
+            found.append(f"{self.rows} are not all of {self.num_rows} rows")
         if any(count > 0 for count in msgspec.structs.astuple(self.leftovers)):
             found.append(f"left behind: {self.leftovers}")
         return found
@@ -427,13 +432,15 @@ def run(model: str, num_faults: int, seed: int, num_cases: int = NUM_CASES) -> R
             load.start()
             outcomes = _inflict_all(chaos, schedule(num_faults, seed), load)
             load.stop()
-            rows = _rows(counts, status_of(server))
+            after = status_of(server)
+            rows, num_rows = rows_by_fate(counts, after), after["rows"] - counts["rows"]
             return Result(
                 outcomes=outcomes,
                 num_answers=load.num_answers,
                 lost=load.lost,
                 rows=rows,
-                hit_share=rows["hits"] / max(1, sum(rows.values())),
+                num_rows=num_rows,
+                hit_share=rows["hits"] / max(1, num_rows),
                 leftovers=leftovers(server, f"ipc://{folder}/back", drafter, before),
                 different=load.wrong_answers(server),
                 num_different=len(load.different),
@@ -459,16 +466,6 @@ def _sequences(cases: list[Request], answers: list[Answer]) -> list[list[int]]:
         [*map(int, case.prompt), *answer.output_ids]
         for case, answer in zip(cases, answers, strict=True)
     ]
-
-
-def _rows(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
-    """Hits, misses, and plain decode by cause, between two looks."""
-    causes = {
-        f"plain: {cause}": count - before["plain_decode"].get(cause, 0)
-        for cause, count in sorted(after["plain_decode"].items())
-    }
-    both = {name: after[name] - before[name] for name in ("hits", "misses")}
-    return both | causes
 
 
 def print_result(result: Result) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 import signal
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from typing import Any
 
 import requests
@@ -148,3 +150,10 @@ def assert_ends_at_start(pool: ServerPool, spec: ServerSpec, *says: str) -> str:
     for text in says:
         assert text in log, server.log_tail()
     return log
+
+
+def stamp_of(text: str, log: str) -> datetime:
+    """When SGLang, or the drafter, logged the only line that begins with that text; to a second."""
+    begins = rf"^(?:\[drafter\] )?\[(\S+ \d\d:\d\d:\d\d)[^]]*\] {text}"
+    (stamp,) = re.findall(begins, log, re.M)
+    return datetime.fromisoformat(stamp)

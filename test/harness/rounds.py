@@ -74,7 +74,7 @@ class Rounds(msgspec.Struct, frozen=True):
 
 
 class RoundCounter:
-    """`since()` tells what happened since it was made."""
+    """`since()` tells what happened since it was made, and sees that every row is counted once."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -82,6 +82,8 @@ class RoundCounter:
 
     def since(self) -> Rounds:
         after = self._server.ssd()
+        counted, rows = rows_by_fate(self._before, after), after["rows"] - self._before["rows"]
+        assert sum(counted.values()) == rows, f"{counted} of {rows} rows"
         return Rounds(
             **{
                 name: after[name] - self._before[name]
@@ -101,6 +103,13 @@ class RoundCounter:
         )
 
 
+def rows_by_fate(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
+    """Hits, misses, and plain decode by cause, between two looks."""
+    causes = _difference(after["plain_decode"], before["plain_decode"])
+    both = {name: after[name] - before[name] for name in ("hits", "misses")}
+    return both | {f"plain: {cause}": causes[cause] for cause in sorted(causes)}
+
+
 def _difference(after: dict[str, int], before: dict[str, int]) -> dict[str, int]:
     changes = {name: count - before.get(name, 0) for name, count in after.items()}
     return {name: count for name, count in changes.items() if count}
@@ -116,3 +125,9 @@ def assert_drafted(kind: DrafterKind, answers: Sequence[Answer]) -> None:
     """Where no draft was ever accepted, equality compares plain decode with itself."""
     if kind != "random":
         assert sum(answer.num_correct_drafts for answer in answers) > 0, "all decoded plainly"
+
+
+def assert_drafting(kind: DrafterKind, rounds: Rounds) -> None:
+    """The same of rounds: a drafter that is never right has its drafts verified all the same."""
+    assert rounds.drafted_rows > 0, f"all decoded plainly: {rounds}"
+    assert kind == "random" or rounds.correct_drafts > 0, rounds

@@ -15,7 +15,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from faults.chaos import WEIGHTS, Chaos, Drafter, Fault, ask_status, schedule
+from faults.chaos import (
+    WEIGHTS,
+    Chaos,
+    Drafter,
+    Fault,
+    Leftovers,
+    Result,
+    ask_status,
+    schedule,
+)
 from faults.proxy import FaultyProxy
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.reply_deadline import ReplyDeadline
@@ -124,3 +133,23 @@ def test_a_schedule_has_every_kind_and_its_kills(seed: int) -> None:
     assert sorted(first) == sorted(WEIGHTS)
     assert kinds[: len(WEIGHTS)] != list(WEIGHTS), "always in the same order"
     assert [len(schedule(num, seed)) for num in (1, 2, 8, 16)] == [1, 2, 8, 16]
+
+
+@pytest.mark.parametrize("num_rows", [11, 12, 13])
+def test_every_row_of_a_run_is_counted_once(num_rows: int) -> None:
+    """Red when a run passes in which a fault had rows forgotten, or counted twice."""
+    rows = {"hits": 9, "misses": 1, "plain: late": 2}
+    result = Result(
+        outcomes=[],
+        num_answers=1,
+        different=[],
+        num_different=0,
+        lost=[],
+        rows=rows,
+        num_rows=num_rows,
+        hit_share=0.75,
+        leftovers=Leftovers(0, 0, 0, 0, 0),
+        seconds=1.0,
+    )
+    wrong = [f"{rows} are not all of {num_rows} rows"] if num_rows != 12 else []
+    assert result.failures() == wrong

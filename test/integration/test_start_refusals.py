@@ -22,7 +22,8 @@ from sglang_ssd.drafter.checkpoint import SUPPORTED_ARCHITECTURES, check_local
 from sglang_ssd.drafter.handshake import Abilities, answer_hello
 from sglang_ssd.drafter.process import DrafterSettings
 from sglang_ssd.keys import make_keys
-from sglang_ssd.target.handshake import _wait_for_welcome
+from sglang_ssd.target.handshake import Tokenizer, _wait_for_welcome, connect
+from sglang_ssd.trace import Tracer
 from sglang_ssd.wire.messages import SCHEMA_VERSION, Hello, Refusal
 from sglang_ssd.wire.token_map import digest_blocks
 
@@ -309,3 +310,30 @@ def test_a_drafter_that_does_not_come(
     with pytest.raises(RuntimeError) as refused:
         _wait_for_welcome(client, drafter, 0.05)  # type: ignore[arg-type]
     assert str(refused.value) == says
+
+
+class AnyTokenizer:
+    def get_vocab(self) -> dict[str, int]:
+        return {token: index for index, token in enumerate(TOKENS)}
+
+
+@pytest.mark.parametrize("tokenizer", [None, AnyTokenizer()], ids=["without", "with"])
+def test_a_target_without_a_tokenizer(
+    tokenizer: Tokenizer | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Red when a server skips the comparison of vocabularies and does not say so, or why."""
+    with pytest.raises(RuntimeError, match="was not ready"):
+        connect(
+            drafter=None,
+            config=SsdConfig(endpoint=f"ipc://{tmp_path}/nobody", start_timeout_s=0.05),
+            vocab_size=3,
+            context_len=64,
+            tokenizer=tokenizer,
+            num_steps=4,
+            tracer=Tracer(None, "target"),
+        )
+    says = (
+        "token-to-id maps are not compared, the target has no tokenizer (--skip-tokenizer-init): "
+        "of a drafter whose ids mean other tokens, only another vocabulary size is noticed"
+    )
+    assert caplog.messages.count(says) == (tokenizer is None)

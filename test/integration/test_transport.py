@@ -173,6 +173,30 @@ def test_an_oversize_frame_is_counted_and_costs_nobody_else(drafter, connect):
     assert receive(drafter)[0].message == StatusRequest()
 
 
+def test_a_frame_above_the_limit_of_libzmq_ends_its_own_connection_alone(drafter, connect):
+    """Red when such a frame is read whole, costs another target its messages, or keeps its sender
+    away for good."""
+    sender, other = connect(drafter.endpoint), connect(drafter.endpoint)
+    for target in (sender, other):
+        send_connected(target, sync("first"), [[1, 2]])
+    receive(drafter, 2)
+    events = sender._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    sender._socket.send_multipart([encode(sync("huge"))[0], bytes(2 * MAX_FRAME_BYTES + 1)])
+    assert other.send(sync("beside"), [[1, 2]])
+    assert receive(drafter)[0].message.rid == "beside"
+    assert events.poll(1000 * PATIENCE_S), "the connection stands"
+    sender._socket.disable_monitor()
+    assert other.send(sync("after"), [[1, 2]])
+    assert receive(drafter)[0].message.rid == "after"
+    arrived: list = []
+    deadline = time.monotonic() + PATIENCE_S
+    while not arrived and time.monotonic() < deadline:
+        sender.send(sync("again"), [[3, 4]])  # what is sent before the loss is noticed is lost
+        arrived = drafter.receive(0.1)
+    assert [(one.message.rid, one.ids) for one in arrived[:1]] == [("again", [3, 4])]
+    assert drafter.stats.malformed == 0
+
+
 def test_rubbish_is_counted_and_costs_nobody_else(drafter, connect, caplog):
     context = zmq.Context()
     vandal = context.socket(zmq.DEALER)

@@ -52,7 +52,7 @@ def connect(
             "%s: without effect, because the drafter at --ssd-endpoint has settings of its own",
             ", ".join(ignored),
         )
-    tokens = [] if tokenizer is None else token_strings(tokenizer.get_vocab())
+    tokens = _tokens_of(tokenizer)
     hello = Hello(
         schema_version=SCHEMA_VERSION,
         target_id=uuid.uuid4().hex[:12],
@@ -89,6 +89,16 @@ def connect(
             context_len,
         )
     return client
+
+
+def _tokens_of(tokenizer: Tokenizer | None) -> list[str]:
+    if tokenizer is not None:
+        return token_strings(tokenizer.get_vocab())
+    logger.warning(
+        "token-to-id maps are not compared, the target has no tokenizer (--skip-tokenizer-init): "
+        "of a drafter whose ids mean other tokens, only another vocabulary size is noticed"
+    )
+    return []
 
 
 def key_files(config: SsdConfig) -> KeyFiles | None:

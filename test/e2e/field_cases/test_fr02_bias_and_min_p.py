@@ -11,6 +11,7 @@ from harness.client import Answer, Request, generate_all
 from harness.draws import assert_same_draws, seeded
 from harness.prompts import load_prompts, tokenizer_of
 from harness.reference import Reference, assert_same
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import Server
 from sglang_ssd.wire.messages import MAX_RULE_TOKENS
 
@@ -84,9 +85,12 @@ def num_correct(answers: list[Answer]) -> int:
     return sum(answer.num_correct_drafts for answer in answers)
 
 
-def test_fr_02_sampled(server: Server, drafts_off: Reference) -> None:
+def test_fr_02_sampled(kind: DrafterKind, server: Server, drafts_off: Reference) -> None:
     """Red when min-p, or a bias above temperature 0, acts on some rows of a verify only."""
-    sampled = seeded(server.spec.model, 8, {"temperature": 1.5, "min_p": 0.3})
     bias = {"28": -100.0, "30": -100.0, "260": 2.0}
-    sampled += seeded(server.spec.model, 8, {"temperature": 1.5, "logit_bias": bias})
-    assert_same_draws(drafts_off, sampled, generate_all(server.url, sampled, concurrency=8))
+    for rule in ({"min_p": 0.3}, {"logit_bias": bias}):
+        sampled = seeded(server.spec.model, 8, {"temperature": 1.5, **rule})
+        counter = RoundCounter(server)
+        answers = generate_all(server.url, sampled, concurrency=8)
+        assert_drafting(kind, counter.since())
+        assert_same_draws(drafts_off, sampled, answers)

@@ -9,6 +9,7 @@ from harness.client import Answer, Request, generate_all
 from harness.draws import assert_same_draws, seeded
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import Server
 
 NUM_TOKENS = 64
@@ -45,9 +46,11 @@ def test_fr_03(
                 assert answer.num_correct_drafts > len(answer.output_ids) / 2
 
 
-def test_fr_03_with_overlap(server: Server, reference: Reference) -> None:
+def test_fr_03_with_overlap(kind: DrafterKind, server: Server, reference: Reference) -> None:
     """Red when our penalties lag under overlap as SGLang's do."""
+    counter = RoundCounter(server)
     assert_penalised_alike(server, reference, PENALTIES["mixed"])
+    assert_drafting(kind, counter.since())
 
 
 def assert_penalised_alike(
@@ -67,11 +70,14 @@ def assert_penalised_alike(
     return [answer for index, answer in enumerate(answers) if index % 4 != 3]
 
 
-def test_fr_03_sampled(server: Server, drafts_off: Reference) -> None:
+def test_fr_03_sampled(kind: DrafterKind, server: Server, drafts_off: Reference) -> None:
     """Red when a draw depends on the drafts through a penalty. Both servers have overlap."""
     sampled = [
         case
         for value in (PENALTIES["frequency"][2], PENALTIES["repetition"][1], ALL_THREE)
         for case in seeded(server.spec.model, 4, {"temperature": 0.8, "top_p": 0.9, **value})
     ]
-    assert_same_draws(drafts_off, sampled, generate_all(server.url, sampled, concurrency=4))
+    counter = RoundCounter(server)
+    answers = generate_all(server.url, sampled, concurrency=4)
+    assert_drafting(kind, counter.since())
+    assert_same_draws(drafts_off, sampled, answers)

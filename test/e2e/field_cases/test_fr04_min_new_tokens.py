@@ -6,6 +6,7 @@ from harness.checkpoints import DrafterKind
 from harness.client import Request, generate_all
 from harness.prompts import CHAT, load_prompts
 from harness.reference import Reference, assert_same
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import Server
 
 STOP_AT = 5
@@ -26,7 +27,9 @@ def test_fr_04(kind: DrafterKind, server: Server, reference: Reference) -> None:
         Request(CHAT, {"max_new_tokens": 64, "min_new_tokens": shortest})
         for shortest in (0, 3, 20, 64)
     ]
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=6)
+    assert_drafting(kind, counter.since())
     assert_same(reference, cases, answers)
     for case, answer in zip(cases, answers, strict=True):
         assert len(answer.output_ids) >= case.params["min_new_tokens"]

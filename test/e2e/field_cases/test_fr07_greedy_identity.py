@@ -1,16 +1,18 @@
 """FR-07: greedy output is plain decoding's, alone, in a batch and streamed.
 
 In bfloat16 a verify of several rows and a decode of one round differently, so there a difference
-must lie between two tokens that the reference itself hardly tells apart.
+must lie between two tokens that the reference itself hardly tells apart, and no token of an answer
+may be less likely to it than that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from harness.checkpoints import DrafterKind
-from harness.client import Request, generate_all, stream
+from harness.client import Answer, Request, generate_all, stream
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter, assert_drafted
@@ -20,6 +22,8 @@ from harness.size import Size
 BF16 = ("--dtype", "bfloat16")
 MAX_BF16_GAP = 0.125
 """Between the logprobs of two tokens; a step of bfloat16 is as much at logits of 16 to 32."""
+LOGPROB_ERROR = 1e-5
+"""Of a difference of two logprobs in float32, where the logits differ by a step exactly."""
 ODD = ("ids-three-ones", "one-token", "repeat-the")
 
 
@@ -51,7 +55,8 @@ def test_fr_07_bf16(
     size: Size,
     figures: dict[str, Any],
 ) -> None:
-    """Red when the first difference of an answer in bfloat16 is more than rounding."""
+    """Red when the first difference of an answer in bfloat16 is more than rounding, or a token
+    behind it is not the likeliest one but for rounding."""
     settings = (("drafter_dtype", "bfloat16"),)
     server = pool.get(spec_for(kind, flags=BF16, settings=settings))
     plain = ServerSpec(model=str(target), flags=(*BF16, "--disable-overlap-schedule"))
@@ -64,3 +69,33 @@ def test_fr_07_bf16(
     gaps = [divergence.gap for divergence in found]
     figures.update(counter.since().summary(), rounding=len(found), largest_gap=max(gaps, default=0))
     assert_drafted(kind, answers)
+    lacks = lacks_of(reference, cases, answers)
+    figures["largest_lack"] = max(lacks)
+    assert max(lacks) <= MAX_BF16_GAP + LOGPROB_ERROR
+
+
+def lacks_of(
+    reference: Reference, cases: Sequence[Request], answers: Sequence[Answer]
+) -> list[float]:
+    """By how much each token of the answers is less likely than the likeliest in its place, when
+    the reference reads prompt and answer as one prompt.
+
+    The first token that is read has no logprob, so the prompt's last one is read as well.
+    """
+    options = {"return_logprob": True, "top_logprobs_num": 1}
+    whole = [
+        Request(
+            (*case.prompt, *answer.output_ids),  # type: ignore[arg-type]
+            {"max_new_tokens": 1},
+            {**options, "logprob_start_len": len(case.prompt) - 1},
+        )
+        for case, answer in zip(cases, answers, strict=True)
+    ]
+    lacks: list[float] = []
+    read = generate_all(reference.server.url, whole, concurrency=4)
+    for answer, one in zip(answers, read, strict=True):
+        own = one.meta_info["input_token_logprobs"][1:]
+        top = one.meta_info["input_top_logprobs"][1:]
+        assert [token for _, token, *_ in own] == answer.output_ids
+        lacks += [best[0][0] - entry[0] for entry, best in zip(own, top, strict=True)]
+    return lacks

@@ -18,6 +18,7 @@ from harness.rounds import assert_drafted
 from harness.server import Server
 
 NUM_TOKENS = 24
+STOP_KINDS = ("stop_token_ids", "stop", "stop_regex", "across", "regex_across")
 OFFSETS = range(1, 12)
 """Through two runs of K + 1 tokens at K = 4, and one token further."""
 
@@ -80,9 +81,7 @@ def stop_of(stop_kind: str, before: str, piece: str, token: int) -> dict[str, An
     return stops[stop_kind]
 
 
-@pytest.mark.parametrize(
-    "stop_kind", ["stop_token_ids", "stop", "stop_regex", "across", "regex_across"]
-)
+@pytest.mark.parametrize("stop_kind", STOP_KINDS)
 def test_fr_09(stop_kind: str, kind: DrafterKind, server: Server, reference: Reference) -> None:
     """Red when only a run's last token or a short tail of the text is searched, or a tail leaks.
 
@@ -110,6 +109,30 @@ def test_fr_09(stop_kind: str, kind: DrafterKind, server: Server, reference: Ref
 
 def lengths_of(answers: list[Answer]) -> list[int]:
     return [answer.meta_info["completion_tokens"] for answer in answers]
+
+
+@pytest.mark.parametrize("stop_kind", STOP_KINDS)
+def test_fr_09_caps_around_a_stop(
+    stop_kind: str, kind: DrafterKind, server: Server, reference: Reference
+) -> None:
+    """Red when a cap before, at or behind a stop ends the answer in its place, or ignore_eos keeps
+    other stops than ids from ending one."""
+    tokenizer = tokenizer_of(server.spec.model)
+    place = find_place(reference, server.spec.model)
+    token = place.said[place.index]
+    before, piece = (tokenizer.decode([place.said[place.index + i]]) for i in (-1, 0))
+    stop = stop_of(stop_kind, before, piece, token)
+    cases, lengths = [], []
+    for offset in OFFSETS:
+        caps = [{"max_new_tokens": offset + more} for more in range(3)]
+        uncapped = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        cases += [Request(place.at_offset(offset), {**cap, **stop}) for cap in (*caps, uncapped)]
+        end = NUM_TOKENS if stop_kind == "stop_token_ids" else offset + 1
+        lengths += [offset, offset + 1, offset + 1, end]
+    answers = generate_all(server.url, cases)
+    assert_same_cuts(reference, cases, answers)
+    assert lengths_of(answers) == lengths
+    assert_drafted(kind, answers)
 
 
 def test_fr_09_the_first_of_several(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from harness.client import Request, generate_all
-from harness.idle import assert_drained
+from harness.client import Request, generate_all, generate_copies
+from harness.idle import assert_drained, drafter_status
 from harness.prompts import STORY, encode
 from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter
@@ -27,10 +27,17 @@ def test_fr_12(server: Server, reference: Reference) -> None:
 
 
 def test_fr_12_never_reaches_the_drafter(server: Server) -> None:
-    """Red when a request without a round to run opens a sequence."""
+    """Red when a request without a round to run opens a sequence, or has the drafter read it.
+
+    SGLang sends the prompt of several copies ahead, as a request of its own without a token.
+    """
     story = encode(server.spec.model, STORY)
-    counter = RoundCounter(server)
+    assert_drained(server)
+    counter, read = RoundCounter(server), drafter_status(server).prefill_tokens
     generate_all(server.url, [Request(story, {"max_new_tokens": length}) for length in (0, 1)])
+    copies = generate_copies(server.url, Request(story, {"max_new_tokens": 1, "n": 2}))
+    assert [len(copy.output_ids) for copy in copies] == [1, 1]
     assert server.healthy()
     assert counter.since().rounds == 0
     assert_drained(server)
+    assert drafter_status(server).prefill_tokens == read

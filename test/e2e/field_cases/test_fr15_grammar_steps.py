@@ -7,13 +7,14 @@ from harness.client import Request, generate, generate_all
 from harness.grammars import CONSTRAINTS, assert_keeps_to
 from harness.prompts import STORY, encode
 from harness.reference import Reference, assert_same
+from harness.rounds import RoundCounter
 from harness.server import Server
 
 QUESTION = "Give a JSON object:"
 
 
 def assert_in_step(server: Server, reference: Reference) -> int:
-    """Alone and all at once; returns how many drafts were accepted under a grammar."""
+    """Alone and all at once, with drafts; returns how many were accepted under a grammar."""
     cases = [
         Request(encode(server.spec.model, text), {"max_new_tokens": 48, **constraint})
         for constraint in (*CONSTRAINTS, {"regex": "( [a-z]+){8}[.]"})
@@ -21,8 +22,10 @@ def assert_in_step(server: Server, reference: Reference) -> int:
     ]
     past_the_end = {"regex": " (yes|no)", "ignore_eos": True, "max_new_tokens": 12}
     cases += [Request(encode(server.spec.model, QUESTION), past_the_end)]
+    counter = RoundCounter(server)
     alone = [generate(server.url, case) for case in cases]
     together = generate_all(server.url, cases, concurrency=6)
+    assert counter.since().drafted_rows > 0, "all decoded plainly"
     for answers in (alone, together):
         assert_same(reference, cases, answers)
         for case, answer in zip(cases, answers, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from harness.checkpoints import DrafterKind
-from harness.client import Request, generate, generate_all, openai, stream
+from harness.client import Answer, Request, generate, generate_all, openai, stream
 from harness.draws import seeded
 from harness.logprobs import MAX_DIFFERENCE, assert_close, assert_same_logprobs
 from harness.prompts import STORY, encode
@@ -48,8 +48,15 @@ def test_fr_18(kind: DrafterKind, server: Server, reference: Reference) -> None:
     assert_same_logprobs(reference.answers([cases[3]])[0], streamed)
 
 
-def test_fr_18_sampled(kind: DrafterKind, server: Server, drafts_off: Reference) -> None:
-    """Red when the logprobs of drawn tokens are of the filtered distribution, or of another row."""
+def test_fr_18_sampled(
+    kind: DrafterKind, server: Server, drafts_off: Reference, reference: Reference
+) -> None:
+    """Red when the logprobs of drawn tokens are of the filtered distribution, of another row, or
+    of another temperature than those that the plain server gives to each of them.
+
+    That server draws other tokens, so it is asked for each place, with the tokens before it as its
+    prompt.
+    """
     cases = [
         msgspec.structs.replace(case, options=ALL)
         for case in seeded(server.spec.model, 4, {"temperature": 0.7, "top_p": 0.9})
@@ -59,6 +66,25 @@ def test_fr_18_sampled(kind: DrafterKind, server: Server, drafts_off: Reference)
         assert have.output_ids == want.output_ids
         assert_same_logprobs(want, have)
     assert_drafted(kind, answers)
+    for case, answer in zip(cases[:2], answers, strict=False):
+        told = [entry[:2] for entry in answer.meta_info["output_token_logprobs"]]
+        assert_close(place_by_place(reference, case, answer), told, "output_token_logprobs")
+
+
+def place_by_place(reference: Reference, case: Request, answer: Answer) -> list[list[Any]]:
+    """Logprob and id of each token of the answer at the case's temperature, as a forward of its own
+    gives them to it."""
+    params = {"temperature": case.params["temperature"], "max_new_tokens": 1}
+    places = [
+        Request(
+            (*case.prompt, *answer.output_ids[:index]),  # type: ignore[arg-type]
+            params,
+            {"return_logprob": True, "token_ids_logprob": [token]},
+        )
+        for index, token in enumerate(answer.output_ids)
+    ]
+    found = generate_all(reference.server.url, places)
+    return [one.meta_info["output_token_ids_logprobs"][0][0][:2] for one in found]
 
 
 def test_fr_18_original(pool: ServerPool, spec_for: Any, reference: Reference) -> None:

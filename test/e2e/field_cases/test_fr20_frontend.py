@@ -19,13 +19,15 @@ from harness.frontend import (
     run_streamed,
     tour,
 )
-from harness.idle import assert_drained
+from harness.idle import assert_drained, drafter_status
 from harness.logprobs import MAX_DIFFERENCE, assert_same_logprobs
 from harness.reference import Reference
 from harness.rounds import RoundCounter
 from harness.server import Server
 
 GENERATED = ("intro", "year", "short")
+USABLE = "by length"
+"""The others reckon with a first token's logprob, of which SGLang gives none."""
 
 
 def what_it_says(state: Any) -> dict[str, Any]:
@@ -103,15 +105,18 @@ def test_fr_20_streamed(program: Any, server: Server, reference: Reference) -> N
 @pytest.mark.filterwarnings("ignore:Error in stream_executor")
 @pytest.mark.parametrize("method", METHODS)
 def test_fr_20_scoring(method: str, server: Server, reference: Reference) -> None:
-    """Red when a scoring request opens a sequence, a cached prefix changes a score, or a way to
-    choose that SGLang's client cannot use with the plain server fails otherwise with ours."""
-    counter = RoundCounter(server)
+    """Red when a scoring request opens a sequence or has the drafter read its prompt, a cached
+    prefix changes a score, or a way to choose that SGLang's client cannot use with the plain server
+    fails otherwise with ours."""
+    assert_drained(server)
+    counter, read = RoundCounter(server), drafter_status(server).prefill_tokens
     for _ in range(2):
         got, expected = (
             run_batch(choose, one, CITIES[:4], method=method) for one in (server, reference.server)
         )
         for have, want in zip(got, expected, strict=True):
             assert repr(have.error()) == repr(want.error())
+            assert (want.error() is None) == (method == USABLE)
             if want.error() is None:
                 assert have.text() == want.text()
                 assert scores(have, "where") == pytest.approx(
@@ -119,3 +124,4 @@ def test_fr_20_scoring(method: str, server: Server, reference: Reference) -> Non
                 )
     assert counter.since().rounds == 0
     assert_drained(server)
+    assert drafter_status(server).prefill_tokens == read

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import signal
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.drafter_faults import assert_ends_at_start, strike_in_mid_stream
+from harness.drafter_faults import assert_ends_at_start, stamp_of, strike_in_mid_stream
 from harness.reference import Reference
 from harness.server import Server, ServerPool, ServerSpec
 from sglang_ssd.config import SettingsError, SsdConfig, build_config, from_texts
@@ -54,9 +52,3 @@ def test_fr_27_absent_at_start(target: Path, pool: ServerPool) -> None:
     log = assert_ends_at_start(pool, spec, says)
     begin, end = stamp_of("Load weight end", log), stamp_of("Scheduler hit an exception", log)
     assert TIMEOUT_S - 1 <= (end - begin).total_seconds() <= TIMEOUT_S + MARGIN_S
-
-
-def stamp_of(text: str, log: str) -> datetime:
-    """When SGLang logged the only line with that text; its stamps are of whole seconds."""
-    (stamp,) = re.findall(rf"^\[(\S+ \d\d:\d\d:\d\d)[^]]*\] {text}", log, re.M)
-    return datetime.fromisoformat(stamp)

@@ -6,18 +6,28 @@ At a reload the same comparison greets it.
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from harness.checkpoints import Change, DrafterKind, make_broken, make_drafter
 from harness.client import Request, generate_all
-from harness.drafter_faults import assert_ends_at_start, reload, status, wait_until_ready
+from harness.drafter_faults import (
+    assert_ends_at_start,
+    reload,
+    stamp_of,
+    status,
+    wait_until_ready,
+)
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import assert_drafted
 from harness.server import Server, ServerPool, ServerSpec
 
+DRAFTER_READY = "sglang_ssd.drafter INFO ready at"
+ENDS_WITHIN_S = 60
+"""Of a server whose target and drafter have both loaded."""
 FIRST_IDS: dict[Change, int] = {"swapped": 1500, "family": 1000}
 
 
@@ -28,7 +38,8 @@ def size_of(model: Path) -> int:
 
 @pytest.mark.parametrize("change", ["swapped", "family", "padded"])
 def test_fr_37(kind: DrafterKind, change: Change, target: Path, pool: ServerPool) -> None:
-    """Red when a wrong vocabulary is noticed late, or without what is wrong with it."""
+    """Red when a wrong vocabulary is noticed late, or without what is wrong with it, or a server
+    that has noticed it does not end."""
     wrong = make_broken(make_drafter(kind, target), change)
     says = ["the SSD drafter"]
     if change in FIRST_IDS:
@@ -37,7 +48,10 @@ def test_fr_37(kind: DrafterKind, change: Change, target: Path, pool: ServerPool
         sizes = f"vocabulary size {size_of(wrong)} of the drafter, {size_of(target)} of the target"
         says += [sizes, "--ssd-allow-padded-vocab"]
     spec = ServerSpec(model=str(target), drafter=str(wrong))
-    assert_ends_at_start(pool, spec, *says)
+    log = assert_ends_at_start(pool, spec, *says)
+    ended = datetime.now()
+    met = max(stamp_of(text, log) for text in ("Load weight end", DRAFTER_READY))
+    assert (ended - met).total_seconds() <= ENDS_WITHIN_S
 
 
 def first_difference(change: Change) -> str:
