@@ -1,4 +1,4 @@
-"""A minute of test/faults/chaos.py, and a server's own drafter killed over and over."""
+"""Two minutes of test/faults/chaos.py, and a server's own drafter killed over and over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from harness.drafter_faults import assert_drafts_again, wait_until_ready
 from harness.idle import assert_drained
 from harness.reference import Reference
 from harness.server import Server, ServerPool
+from harness.size import FULL, Size
 
+NUM_FAULTS = 16
 NUM_KILLS = 12
 QUICK_RESTARTS = (
     ("restart_delay_s", 0.1),
@@ -25,30 +27,22 @@ QUICK_RESTARTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "num_faults",
-    [
-        pytest.param(len(chaos.WEIGHTS), id="a-minute"),
-        pytest.param(16, id="two-minutes", marks=pytest.mark.slow),
-    ],
-)
 def test_faults_cost_speed_and_nothing_else(
-    num_faults: int, target: Path, figures: dict[str, Any]
+    target: Path, size: Size, figures: dict[str, Any]
 ) -> None:
     """Red when a fault changes or loses an answer, keeps hits away, or leaves something behind.
 
-    The short run has a fault of every kind. How soon hits return is judged by the longer ones: what
-    runs for every change may share its machine.
+    How soon hits return is judged at full size: what runs for every change may share its machine.
     """
-    is_short = num_faults == len(chaos.WEIGHTS)
-    num_cases = chaos.IN_FLIGHT + 1 if is_short else chaos.NUM_CASES
-    result = chaos.run(str(target), num_faults=num_faults, seed=2, num_cases=num_cases)
+    is_full = size == FULL
+    num_cases = chaos.NUM_CASES if is_full else chaos.IN_FLIGHT + 1
+    result = chaos.run(str(target), num_faults=NUM_FAULTS, seed=2, num_cases=num_cases)
     figures.update(hit_share=result.hit_share, answers=result.num_answers, rows=result.rows)
     figures["longest_return_s"] = max(outcome.return_s for outcome in result.outcomes)
     assert result.failures() == []
-    assert len(result.outcomes) == num_faults
+    assert len(result.outcomes) == NUM_FAULTS
     assert {outcome.kind for outcome in result.outcomes} == set(chaos.WEIGHTS)
-    if not is_short:
+    if is_full:
         assert result.slow_returns() == []
 
 
