@@ -1,10 +1,12 @@
 """A seeded schedule of faults against a real server with requests in flight, and what they cost.
 
     .venv/bin/python test/faults/chaos.py --model MODEL --faults 200
+    .venv/bin/python test/faults/chaos.py --model MODEL --faults 20 --drafter DRAFT_MODEL
 
-The server connects to a proxy (proxy.py); behind it a drafter without a model (lookup_drafter.py,
-which has read the answers) is kept alive by our own supervisor. Kinds: kill, restart (told to end),
-stop (SIGSTOP, then SIGCONT), slow (replies held back), garbage (malformed frames both ways),
+The server connects to a proxy (proxy.py); behind it a drafter is kept alive by our own supervisor:
+the product's with --drafter, else one without a model (lookup_drafter.py, which has read the
+answers), whose start costs so little that faults can come thick. Kinds: kill, restart (told to
+end), stop (SIGSTOP, then SIGCONT), slow (replies held back), garbage (malformed frames both ways),
 generations (old replies and commits under other generations), cut (all connections dropped). Every
 fault is followed by peace for twice as long as it lasted, two seconds at least. Prints a table by
 kind and, as the last line, one JSON object; fails if an answer differs from the run without faults,
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import subprocess
@@ -44,7 +47,8 @@ from harness.reference import MAX_ROUNDING_GAP, PROMPTS_PER_ROUNDING, find_diver
 from harness.rounds import rows_by_fate
 from harness.server import Server, ServerSpec
 from report import add_out_flag, finish, print_table
-from sglang_ssd.drafter.process import DrafterHandle, DrafterSettings
+from sglang_ssd.config import SsdConfig
+from sglang_ssd.drafter.process import DrafterHandle, DrafterSettings, start_drafter
 from sglang_ssd.target.supervisor import DrafterSupervisor, RestartPace
 from sglang_ssd.wire.frames import ProtocolError, decode_to_drafter, decode_to_target, encode
 from sglang_ssd.wire.messages import DrafterStatus, SpeculateReply, StatusRequest, VerifyCommit
@@ -54,6 +58,8 @@ IN_FLIGHT = 8
 NUM_CASES = 2 * IN_FLIGHT + 1
 NUM_STEPS = 4
 DEADLINE_MS = 300
+MODEL_DEADLINE_MS = 2000
+DRAFTER_TOKENS = 16384
 HITS_RETURN_S = 2.0
 LEAST_PEACE_S = 2.0
 LIMIT_S = 120.0
@@ -99,20 +105,30 @@ def schedule(num_faults: int, seed: int) -> list[Fault]:
 
 
 class Drafter:
-    """The lookup drafter under the product's supervisor."""
+    """The lookup drafter, or one with that model, under the product's supervisor."""
 
-    def __init__(self, endpoint: str, table: Path, vocab_size: int) -> None:
+    def __init__(self, endpoint: str, table: Path, vocab_size: int, model: str | None) -> None:
         self._table = table
         self._vocab_size = vocab_size
         self.pids: list[int] = []
         self.supervisor = DrafterSupervisor(
-            self._start,
-            DrafterSettings(model_path="lookup", endpoint=endpoint),
-            RestartPace(delay_s=0.1, delay_max_s=0.4, healthy_s=1.0, start_timeout_s=60.0),
+            self._look_up if model is None else self._draft,
+            DrafterSettings(
+                model_path=model or "lookup",
+                endpoint=endpoint,
+                max_total_tokens=DRAFTER_TOKENS,
+                cores=str(max(os.sched_getaffinity(0))),
+            ),
+            RestartPace(delay_s=0.1, delay_max_s=0.4, healthy_s=1.0, start_timeout_s=LIMIT_S),
         )
         self.supervisor.start()
 
-    def _start(self, settings: DrafterSettings) -> DrafterHandle:
+    def _draft(self, settings: DrafterSettings) -> DrafterHandle:
+        handle = start_drafter(settings, SsdConfig())
+        self.pids.append(handle.pid)
+        return handle
+
+    def _look_up(self, settings: DrafterSettings) -> DrafterHandle:
         flags = {
             "--endpoint": settings.endpoint,
             "--table": self._table,
@@ -391,13 +407,16 @@ class Result(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def served(model: str, folder: Path, table: Path) -> Iterator[tuple[Server, FaultyProxy, Drafter]]:
+def served(
+    model: str, folder: Path, table: Path, drafter_model: str | None
+) -> Iterator[tuple[Server, FaultyProxy, Drafter]]:
     """Server, wire and drafter, from the first to the last process."""
     front, back = f"ipc://{folder}/front", f"ipc://{folder}/back"
     vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
-    drafter = Drafter(back, table, vocab_size)
+    drafter = Drafter(back, table, vocab_size, drafter_model)
     proxy = FaultyProxy(front, back)
-    settings = {"endpoint": front, "reply_deadline_ms": DEADLINE_MS, "reply_deadline_min_ms": 50}
+    deadline_ms = DEADLINE_MS if drafter_model is None else MODEL_DEADLINE_MS
+    settings = {"endpoint": front, "reply_deadline_ms": deadline_ms, "reply_deadline_min_ms": 50}
     spec = ServerSpec(
         model=model, drafter=model, num_steps=NUM_STEPS, settings=tuple(settings.items())
     )
@@ -412,13 +431,19 @@ def served(model: str, folder: Path, table: Path) -> Iterator[tuple[Server, Faul
         drafter.supervisor.stop()
 
 
-def run(model: str, num_faults: int, seed: int, num_cases: int = NUM_CASES) -> Result:
+def run(
+    model: str,
+    num_faults: int,
+    seed: int,
+    num_cases: int = NUM_CASES,
+    drafter_model: str | None = None,
+) -> Result:
     """Without faults once, to learn the answers; then with them."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         folder = Path(name)
         table = folder / "table.json"
         table.write_text("[]")
-        with served(model, folder, table) as (server, proxy, drafter):
+        with served(model, folder, table, drafter_model) as (server, proxy, drafter):
             cases = make_cases(model, num_cases)
             expected = generate_all(server.url, cases, concurrency=IN_FLIGHT)
             table.write_text(json.dumps(_sequences(cases, expected)))
@@ -495,15 +520,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="the target's checkpoint")
+    parser.add_argument("--drafter", help="a draft model in place of the table of answers")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     add_out_flag(parser)
     args = parser.parse_args()
-    result = run(args.model, args.faults, args.seed)
+    result = run(args.model, args.faults, args.seed, drafter_model=args.drafter)
     print_result(result)
     failures = result.failures() + result.slow_returns()
     figures = {**msgspec.to_builtins(result), "failures": failures}
     args.model = Path(args.model).name
+    args.drafter = args.drafter and Path(args.drafter).name
     finish("chaos", args, figures)
     sys.exit(1 if failures else 0)
 
