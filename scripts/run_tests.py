@@ -36,7 +36,7 @@ def main() -> None:
     os.chdir(ROOT)
     os.environ["SGLANG_SSD_MODELS"] = str(MODELS)
     command = [sys.executable, "-m", "pytest", *pytest_arguments(sys.argv[1:])]
-    print(" ".join(command), flush=True)
+    print(" ".join(command), "(collects for half a minute first)", flush=True)
     os.execv(sys.executable, command)
 
 

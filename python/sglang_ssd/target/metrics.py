@@ -53,8 +53,12 @@ class Metric(msgspec.Struct, frozen=True):
 
 METRICS = (
     Metric("rounds", "counter", "Rounds, counted per request: hits + misses + plain decode."),
-    Metric("hits", "counter", "Rounds whose outcome was guessed, drafts ready."),
-    Metric("misses", "counter", "Rounds whose outcome was not guessed."),
+    Metric("hits", "counter", "Rounds whose outcome was guessed and drafted for when it came."),
+    Metric(
+        "misses",
+        "counter",
+        "Rounds whose outcome was not guessed, or not drafted for yet.",
+    ),
     Metric("plain_decode_rounds", "counter", "Rounds without speculation, by cause.", "cause"),
     Metric("correct_drafts", "counter", "Drafts that the target agreed with."),
     Metric(
