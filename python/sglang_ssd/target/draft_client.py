@@ -433,7 +433,8 @@ class DraftClient:
         if not isinstance(message, SpeculateReply):
             return
         asked = self._commit_times.get(message.round_id)
-        if asked is not None:
+        is_reading = all(served == "prefill" for served in message.served)
+        if asked is not None and not is_reading:  # that comes at once, and says nothing of drafts
             self._deadline.note_reply(now - asked, at_least_s=self._looked_at - asked)
         start = 0
         for index, rid in enumerate(message.rids):
