@@ -36,11 +36,10 @@ def register() -> None:
     from sglang_ssd.target import algorithm
 
     algorithm.register()
-    cpu.register_attention()
-    if compat.version_reasons():
-        return
     try:
-        _register_hooks()
+        cpu.register_attention()
+        if not compat.version_reasons():
+            _register_hooks()
     except Exception as error:
         algorithm.refuse_to_start(f"hooks: {type(error).__name__}: {error}")
         raise

@@ -16,7 +16,6 @@ from harness.drafter_faults import assert_drafts_again, wait_until_ready
 from harness.idle import assert_drained
 from harness.reference import Reference
 from harness.server import Server, ServerPool
-from harness.size import FULL, Size
 
 NUM_FAULTS = 16
 NUM_KILLS = 12
@@ -27,22 +26,29 @@ QUICK_RESTARTS = (
 )
 
 
+@pytest.mark.parametrize(
+    "is_timed",
+    [
+        pytest.param(False, id="two-minutes"),
+        pytest.param(True, id="timed", marks=pytest.mark.slow),
+    ],
+)
 def test_faults_cost_speed_and_nothing_else(
-    target: Path, size: Size, figures: dict[str, Any]
+    is_timed: bool, target: Path, figures: dict[str, Any]
 ) -> None:
     """Red when a fault changes or loses an answer, keeps hits away, or leaves something behind.
 
-    How soon hits return is judged at full size: what runs for every change may share its machine.
+    How soon hits return is judged by the slow run: what runs for every change may share its
+    machine.
     """
-    is_full = size == FULL
-    num_cases = chaos.NUM_CASES if is_full else chaos.IN_FLIGHT + 1
+    num_cases = chaos.NUM_CASES if is_timed else chaos.IN_FLIGHT + 1
     result = chaos.run(str(target), num_faults=NUM_FAULTS, seed=2, num_cases=num_cases)
     figures.update(hit_share=result.hit_share, answers=result.num_answers, rows=result.rows)
     figures["longest_return_s"] = max(outcome.return_s for outcome in result.outcomes)
     assert result.failures() == []
     assert len(result.outcomes) == NUM_FAULTS
     assert {outcome.kind for outcome in result.outcomes} == set(chaos.WEIGHTS)
-    if is_full:
+    if is_timed:
         assert result.slow_returns() == []
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
@@ -113,21 +114,28 @@ def test_changed_functions_are_named() -> None:
     ]
 
 
-def test_a_plugin_without_its_hooks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Red when SSD serves although its hooks are missing: SGLang only logs what a plugin raises."""
+@pytest.mark.parametrize("failing", [(plugin, "_register_hooks"), (cpu, "register_attention")])
+def test_a_plugin_without_its_hooks_is_refused(
+    failing: tuple[ModuleType, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when SSD serves although its hooks are missing: SGLang only logs what a plugin raises,
+    and a scheduler process validates no arguments again."""
 
     def fail() -> None:
         raise ImportError("no module named torch_that_is_broken")
 
     monkeypatch.setattr(plugin, "_registered", False)
-    monkeypatch.setattr(plugin, "_register_hooks", fail)
     monkeypatch.setattr(algorithm, "register", lambda: None)
-    monkeypatch.setattr(cpu, "register_attention", lambda: None)
     monkeypatch.setattr(algorithm, "_start_reasons", [])
+    monkeypatch.setattr(cpu, "register_attention", lambda: None)
+    monkeypatch.setattr(*failing, fail)
     with pytest.raises(ImportError):
         plugin.register()
+    server_args = ServerArgs(model_path="none")
     with pytest.raises(SettingsError, match="hooks: ImportError: no module named torch_that_is"):
-        algorithm.validate_server_args(ServerArgs(model_path="none"))
+        algorithm.validate_server_args(server_args)
+    with pytest.raises(SettingsError, match="hooks: ImportError"):
+        algorithm._worker_class(server_args)
 
 
 def test_another_version_registers_and_is_refused_before_anything_loads(monkeypatch) -> None:

@@ -107,7 +107,11 @@ def schedule(num_faults: int, seed: int) -> list[Fault]:
 class Drafter:
     """The lookup drafter, or one with that model, under the product's supervisor."""
 
-    def __init__(self, endpoint: str, table: Path, vocab_size: int, model: str | None) -> None:
+    def __init__(
+        self, endpoint: str, table: Path, vocab_size: int, model: str | None = None
+    ) -> None:
+        self.deadline_ms = DEADLINE_MS if model is None else MODEL_DEADLINE_MS
+        """Of a target that it serves."""
         self._table = table
         self._vocab_size = vocab_size
         self.pids: list[int] = []
@@ -119,7 +123,12 @@ class Drafter:
                 max_total_tokens=DRAFTER_TOKENS,
                 cores=str(max(os.sched_getaffinity(0))),
             ),
-            RestartPace(delay_s=0.1, delay_max_s=0.4, healthy_s=1.0, start_timeout_s=LIMIT_S),
+            RestartPace(
+                delay_s=0.1,
+                delay_max_s=0.4,
+                healthy_s=1.0,
+                start_timeout_s=60.0 if model is None else LIMIT_S,
+            ),
         )
         self.supervisor.start()
 
@@ -254,7 +263,7 @@ class Chaos:
 
     def _stop(self, seconds: float) -> None:
         self._drafter.send_signal(signal.SIGSTOP)
-        time.sleep(seconds + DEADLINE_MS / 1000)
+        time.sleep(seconds + self._drafter.deadline_ms / 1000)
         self._drafter.send_signal(signal.SIGCONT)
 
     def _slow(self, seconds: float) -> None:
@@ -415,11 +424,12 @@ def served(
     vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     drafter = Drafter(back, table, vocab_size, drafter_model)
     proxy = FaultyProxy(front, back)
-    deadline_ms = DEADLINE_MS if drafter_model is None else MODEL_DEADLINE_MS
-    settings = {"endpoint": front, "reply_deadline_ms": deadline_ms, "reply_deadline_min_ms": 50}
-    spec = ServerSpec(
-        model=model, drafter=model, num_steps=NUM_STEPS, settings=tuple(settings.items())
+    settings = (
+        ("endpoint", front),
+        ("reply_deadline_ms", drafter.deadline_ms),
+        ("reply_deadline_min_ms", 50),
     )
+    spec = ServerSpec(model=model, drafter=model, num_steps=NUM_STEPS, settings=settings)
     server = Server(spec, log_path=folder / "server.log")
     try:
         server.wait_until_ready()

@@ -26,7 +26,7 @@ from report import add_out_flag, finish, print_table
 from sglang_ssd.wire.fake import Direction, FakeWire, Faults
 from sglang_ssd.wire.frames import ProtocolError, decode_to_drafter, decode_to_target, encode
 from sglang_ssd.wire.messages import SpeculateReply, VerifyCommit
-from toys.toy_server import NUM_TOKENS, Server, plain_texts
+from toys.toy_server import NUM_TOKENS, Server, plain_text
 
 IN_FLIGHT = 8
 PEACE_ROUNDS = 6
@@ -69,7 +69,7 @@ class ToyChaos:
         for _ in range(num_rounds):
             self.server.round()
             for rid in [r for r in self._names if r not in self.server.unfinished()]:
-                expected = plain_texts()[self._names[rid]]
+                expected = plain_text(self._names[rid])
                 assert self.server.texts[rid][: len(expected)] == expected, f"{rid} differs"
                 self.num_answers += 1
                 self.server.begin_again(rid)

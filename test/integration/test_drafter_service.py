@@ -84,8 +84,9 @@ def test_sync_answers_a_prompt_that_is_being_read_with_drafts() -> None:
     assert len(forwards) <= 4 + len(LONG) // 50 + 4 + 1, "K forwards for each, and the slices"
     replies = [(reply.rid, reply.served, len(reply.drafts)) for reply in target.replies]
     assert replies.index(("live", "sync", 4)) <= 1, "a slice may have been due first"
-    assert replies.count(("long", "prefill", 0)) == len(replies) - 2 >= 3
+    assert replies.count(("long", "reading", 0)) == len(replies) - 2 >= 3
     assert replies[-1] == ("long", "sync", 4)
+    assert target.loop.status().misses == 3, "of both rows and of the round before, as the target"
     assert_replies_continue(target, target.replies)
     assert_kv_is_fresh(target)
 

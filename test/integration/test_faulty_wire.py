@@ -24,7 +24,7 @@ from sglang_ssd.wire.messages import (
     VerifyCommit,
     Welcome,
 )
-from toys.toy_server import HELLO, NUM_STEPS, NUM_TOKENS, PROMPTS, Server, plain_texts
+from toys.toy_server import HELLO, NUM_STEPS, NUM_TOKENS, PROMPTS, RULES, Server, plain_text
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_batches_above_the_limit_decode_plainly_and_renew_their_leases(wire):
     assert server.loop.status().stale_commits == 0
     for rid in ("c", "d"):
         server.client.close(rid)
-        server.texts[rid] = list(plain_texts()[rid])
+        server.texts[rid] = list(plain_text(rid))
     server.round()
     assert stats.plain_decode == {"batch_size": 4 * 3 + 2}, "the drafter hears of them first"
     server.run()
@@ -159,14 +159,13 @@ def test_a_request_for_which_there_was_no_room_is_drafted_for_when_there_is(wire
 class AnsweredByHand:
     """A target with one request, "a", whose drafter says what the test says."""
 
-    def __init__(self, wire: FakeWire, *, waits_for_prompts: bool = False) -> None:
+    def __init__(self, wire: FakeWire) -> None:
         self.wire = wire
         self.client = DraftClient(
             wire.target(),
             hello=HELLO,
-            deadline=ReplyDeadline(least_s=1.0, most_s=1.0),
+            deadline=ReplyDeadline(least_s=0.1, most_s=1.0),
             resync_tokens=40,
-            waits_for_prompts=waits_for_prompts,
             clock=wire.clock,
         )
         self.client.look()
@@ -215,14 +214,48 @@ def test_nobody_waits_for_a_prompt_that_is_still_read(wire):
 def test_in_mode_sync_a_prompt_is_waited_for(wire):
     """Red when the baseline's first rounds have no drafts, or when its drafter, which reads for
     longer than a round waits, is taken for one that has stopped."""
-    target = AnsweredByHand(wire, waits_for_prompts=True)
-    turns: list[tuple[Served, list[int]]] = [("prefill", []), ("prefill", []), ("sync", [5])]
-    assert target.ticks_waited(lambda: target.reply(*turns.pop(0))) == 3
+    target = AnsweredByHand(wire)
+    turns: list[tuple[Served, list[int]]] = [*[("reading", [])] * 8, ("sync", [5])]
+    assert target.ticks_waited(lambda: target.reply(*turns.pop(0))) == 9
     assert target.drafts == [[5]]
-    ticks = target.ticks_waited(lambda: target.reply("prefill", []))
-    assert ticks * wire.tick_s >= 1.0
+    assert target.client.deadline_s == 1.0, "that it reads says nothing of how long drafts take"
+    for _ in range(2):  # no pause between two waits
+        ticks = target.ticks_waited(lambda: target.reply("reading", []))
+        assert ticks * wire.tick_s >= 1.0
     assert target.client.state == "ready"
-    assert target.client.stats.plain_decode == {"late": 1}
+    assert target.client.stats.plain_decode == {"prefill": 2}
+    assert target.client.stats.missed_deadlines == 0
+
+
+def test_mode_sync_drafts_for_others_while_a_prompt_is_read(wire, monkeypatch):
+    """Red when the other rows of the baseline go without drafts meanwhile, as when a wait in vain
+    for that prompt ends the waits for them."""
+    settings = {"mode": "sync", "prefill_slice_tokens": 1}
+    server = Server(wire, draft_seed=0, settings=settings)
+    others = list(server.texts)
+    server.start(NO_FAULTS, NO_FAULTS)
+    monkeypatch.setitem(PROMPTS, "long", [token % 61 for token in range(100)])
+    monkeypatch.setitem(RULES, "long", DraftRule())
+    server.cases["long"] = "long"
+    server.begin_again("long")
+    stats = server.client.stats
+    for num_rounds in range(1, 4):  # 100 slices, about 20 a round
+        server.round([*others, "long"])
+        assert stats.plain_decode == {"prefill": num_rounds}
+        assert stats.served == {"sync": num_rounds * len(others)}
+    server.run()
+    server.expect_plain_texts()
+    assert set(stats.plain_decode) == {"prefill"}
+    assert stats.missed_deadlines == 0
+
+
+def test_a_drafter_that_stops_while_it_reads_costs_one_wait(wire):
+    target = AnsweredByHand(wire)
+    target.ticks_waited(lambda: target.reply("reading", []))
+    assert target.ticks_waited(lambda: None) * wire.tick_s >= 1.0
+    assert [target.ticks_waited(lambda: None) for _ in range(3)] == [0, 0, 0]
+    assert target.client.state == "degraded"
+    assert target.client.stats.plain_decode == {"prefill": 1, "late": 4}
 
 
 @pytest.mark.parametrize("direction", ["to_drafter", "to_target"])

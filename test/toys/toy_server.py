@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+import msgspec
 import torch
 
 from sglang_ssd.config import SsdConfig
@@ -55,13 +56,12 @@ def choose(model: ToyDraftModel, rule: DraftRule, tokens: list[int], num: int) -
 
 
 @functools.cache
-def plain_texts() -> dict[str, list[int]]:
+def plain_text(name: str) -> list[int]:
     model = ToyDraftModel(seed=0, total_slots=1)
-    texts = {rid: list(prompt) for rid, prompt in PROMPTS.items()}
-    for rid, text in texts.items():
-        for _ in range(NUM_TOKENS):
-            text.append(int(choose(model, RULES[rid], text, 1)[0]))
-    return texts
+    text = list(PROMPTS[name])
+    for _ in range(NUM_TOKENS):
+        text.append(int(choose(model, RULES[name], text, 1)[0]))
+    return text
 
 
 class Server:
@@ -72,14 +72,17 @@ class Server:
         wire: FakeWire,
         *,
         draft_seed: int,
-        backup: str,
+        backup: str = "jit",
+        settings: dict[str, object] | None = None,
         max_batch_size: int | None = None,
         cases: dict[str, str] | None = None,
     ) -> None:
         self.target_model = ToyDraftModel(seed=0, total_slots=1)
         self.wire = wire
         self.draft_seed = draft_seed
-        self.backup = backup
+        self.config = msgspec.convert(
+            {"fan_out": [2], "backup": backup, **(settings or {})}, SsdConfig
+        )
         self.loop = self.new_drafter()
         self.drafter_runs = True
         wire.pump = self.step_drafter
@@ -99,7 +102,7 @@ class Server:
         return DraftLoop(
             model=ToyDraftModel(seed=self.draft_seed, total_slots=1000),
             transport=self.wire.drafter,
-            config=SsdConfig(fan_out=[2], backup=self.backup),
+            config=self.config,
             max_sequences=8,
             tokens=[],
             tracer=Tracer(None, ""),
@@ -148,8 +151,9 @@ class Server:
             if len(text) < len(PROMPTS[self.cases[rid]]) + NUM_TOKENS
         ]
 
-    def round(self) -> None:
-        rids = self.unfinished()
+    def round(self, rids: list[str] | None = None) -> None:
+        """Of these requests, or of all that are unfinished."""
+        rids = self.unfinished() if rids is None else rids
         self.verify_and_commit(rids, self.client.collect(rids))
         stats = self.client.stats
         assert stats.hits + stats.misses + sum(stats.plain_decode.values()) == stats.rows
@@ -178,5 +182,5 @@ class Server:
 
     def expect_plain_texts(self) -> None:
         for rid, name in self.cases.items():
-            expected = plain_texts()[name]
+            expected = plain_text(name)
             assert self.texts[rid][: len(expected)] == expected

@@ -389,9 +389,9 @@ class DraftLoop:
         self._drafting.stats.prefill_tokens += num_tokens
         seconds = self._drafting.feed_lines(seqs, counts, name="prefill slice")
         self._pace.note_slice(num_tokens=num_tokens, seconds=seconds)
-        for seq in seqs:
+        for seq in prompts:
             if seq.round_id is not None and seq.is_far_behind:
-                self._add_reply(seq, seq.round_id, drafts=[], served="prefill")
+                self._add_reply(seq, seq.round_id, drafts=[], served="reading")
 
     # Time ---------------------------------------------------------------------------------------
 

@@ -336,7 +336,11 @@ def _child_environment(config: SsdConfig) -> dict[str, str]:
 
 
 def sweep_socket_dirs() -> None:
-    """Remove socket directories of servers that were killed and could not do it themselves."""
+    """Remove socket directories of servers that were killed and could not do it themselves.
+
+    Only of our PID namespace, where their process ids mean something: what an ended container
+    leaves in a folder that it shared stays there.
+    """
     ours = f"{SOCKET_DIR_PREFIX}{pid_namespace()}-"
     for path in Path(tempfile.gettempdir()).glob(f"{ours}[0-9]*-*"):
         pid = path.name.removeprefix(ours).split("-", 1)[0]

@@ -206,8 +206,12 @@ def validate_server_args(server_args: ServerArgs) -> None:
     """SettingsError with every reason why these settings cannot be served."""
     reasons = compat.reasons() or _start_reasons or setting_reasons(server_args)
     if reasons:
-        lines = "\n  ".join(reasons)
-        raise SettingsError(f"--speculative-algorithm {ALGORITHM} cannot start:\n  {lines}")
+        raise _cannot_start(reasons)
+
+
+def _cannot_start(reasons: list[str]) -> SettingsError:
+    lines = "\n  ".join(reasons)
+    return SettingsError(f"--speculative-algorithm {ALGORITHM} cannot start:\n  {lines}")
 
 
 def setting_reasons(server_args: ServerArgs) -> list[str]:
@@ -309,6 +313,8 @@ def _model_reasons(server_args: ServerArgs, config: SsdConfig) -> list[str]:
 
 
 def _worker_class(server_args: ServerArgs) -> type:
+    if _start_reasons:  # of this process; what validated the arguments may have been another
+        raise _cannot_start(_start_reasons)
     # The worker module needs the whole scheduler; only scheduler processes come here.
     from sglang_ssd.target.worker import SSDWorker
 

@@ -7,8 +7,8 @@ its request.
 
 Sequences outlive the drafter. While it is away they are only kept; one that is back is told of them
 in slices of resync_tokens a round, each under a new generation, so that whatever an earlier drafter
-still says is a no-op. Nobody waits for a row until the drafter has caught up with it, and only mode
-sync waits for a prompt that the drafter still reads.
+still says is a no-op. Nobody waits for a row until the drafter has caught up with it, unless the
+drafter says that drafts come as soon as the row's prompt is read (mode sync).
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 DrafterState = Literal["starting", "ready", "degraded", "restarting", "dead", "refused"]
 
+_TEACHES: frozenset[Served] = DRAFTED_SERVED | {"none"}
+"""The other replies say nothing of how long drafts take."""
 _HOPELESS: dict[Served, PlainCause] = {"context": "context", "foreign": "foreign"}
 _LIVENESS_S = 0.05  # how soon a wait notices that the drafter's process has ended
 _IDLE_LOOK_S = 0.5
@@ -65,7 +67,6 @@ class DraftClient:
         drafter: Drafter | None = None,
         tokens: list[str] | None = None,
         max_batch_size: int | None = None,
-        waits_for_prompts: bool = False,
         tracer: Tracer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -79,7 +80,6 @@ class DraftClient:
         self._deadline = deadline
         self._resync_tokens = resync_tokens
         self._max_batch_size = max_batch_size
-        self._waits_for_prompts = waits_for_prompts
         self._tracer = tracer or Tracer(None, "")
         self._clock = clock
         self._sequences: dict[str, DraftSequence] = {}
@@ -338,6 +338,7 @@ class DraftClient:
             return
         for sequence in live:
             sequence.told_len = len(sequence.tokens)
+            sequence.is_being_read = False
         self._commit_times[self._num_commits] = self._clock()
         if len(self._commit_times) > _COMMITS_TIMED:
             del self._commit_times[next(iter(self._commit_times))]
@@ -360,10 +361,10 @@ class DraftClient:
         patience = self._deadline.next_wait(start) if self._can_talk() else 0.0
         deadline = start + patience
         while True:
-            left = deadline - self._clock() if self._is_missing(rows) else 0.0
+            left = deadline - self._clock() if self._missing(rows) else 0.0
             self._hear(min(max(0.0, left), _LIVENESS_S))
             is_over = self._clock() >= deadline or not self.link.is_ready()
-            if is_over or not self._is_missing(rows):
+            if is_over or not self._missing(rows):
                 break
         self._note_wait(rows, start, waited=patience > 0)
 
@@ -373,14 +374,16 @@ class DraftClient:
         self.stats.reply_wait_seconds += end - start
         if not self.link.is_ready():
             return
-        if not self._is_missing(rows):
+        missing = self._missing(rows)
+        if not missing:
             self._deadline.note_kept()
         elif waited:
-            self._deadline.note_missed(end)
-            self.stats.missed_deadlines += 1
+            is_reading = all(row.is_being_read for row in missing)
+            self._deadline.note_missed(end, is_reading=is_reading)
+            self.stats.missed_deadlines += not is_reading
 
-    def _is_missing(self, rows: list[DraftSequence]) -> bool:
-        return any(row.awaits_reply and self._is_current(row) for row in rows)
+    def _missing(self, rows: list[DraftSequence]) -> list[DraftSequence]:
+        return [row for row in rows if row.awaits_reply and self._is_current(row)]
 
     def _is_current(self, row: DraftSequence) -> bool:
         return self._sequences.get(row.rid) is row
@@ -405,7 +408,7 @@ class DraftClient:
             return "bad_reply" if is_bad else None
         if not row.is_synced or not self.link.is_ready():
             return "full" if self._clock() < row.full_until else "drafter_down"
-        if not row.has_caught_up:
+        if not row.has_caught_up or row.is_being_read:
             return "prefill"
         return self._why_untold if row.told_len != len(row.tokens) else "late"
 
@@ -433,8 +436,7 @@ class DraftClient:
         if not isinstance(message, SpeculateReply):
             return
         asked = self._commit_times.get(message.round_id)
-        is_reading = all(served == "prefill" for served in message.served)
-        if asked is not None and not is_reading:  # that comes at once, and says nothing of drafts
+        if asked is not None and not _TEACHES.isdisjoint(message.served):
             self._deadline.note_reply(now - asked, at_least_s=self._looked_at - asked)
         start = 0
         for index, rid in enumerate(message.rids):
@@ -463,14 +465,16 @@ class DraftClient:
             self.close(rid)
             self.decline(rid, _HOPELESS[served])
             return
-        is_reading = served == "prefill"
-        if is_reading and self._waits_for_prompts:
-            return  # its drafts will come
-        sequence.has_caught_up = bool(drafts) or (sequence.has_caught_up and not is_reading)
+        has_caught_up = sequence.has_caught_up and served != "prefill"
+        sequence.has_caught_up = bool(drafts) or has_caught_up
         base = message.base_committed_lens[index]
         if base != len(sequence.tokens):
             sequence.acked_len = max(sequence.acked_len, min(base, len(sequence.tokens)))
             self.stats.stale_replies += 1
+            return
+        if served == "reading":
+            sequence.acked_len = base
+            sequence.is_being_read = True
             return
         if sequence.is_answered and sequence.served != "prefill":
             self.stats.stale_replies += 1

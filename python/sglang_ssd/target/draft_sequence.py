@@ -19,6 +19,7 @@ class DraftSequence:
         "full_until",
         "generation",
         "has_caught_up",
+        "is_being_read",
         "is_synced",
         "num_refusals",
         "reply_len",
@@ -38,6 +39,7 @@ class DraftSequence:
         self.is_synced = False  # whether this drafter was told of it
         self.was_told = False  # whether any was
         self.has_caught_up = True  # whether its replies are worth a wait
+        self.is_being_read = False  # its prompt is, and drafts follow
         self.full_until = 0.0  # when a drafter that had no room is asked again
         self.num_refusals = 0
         self.acked_len = len(tokens)

@@ -71,7 +71,6 @@ def connect(
         drafter=drafter,
         tokens=tokens,
         max_batch_size=config.max_batch_size,
-        waits_for_prompts=config.mode == "sync",
         tracer=tracer,
     )
     try:

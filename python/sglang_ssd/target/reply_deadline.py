@@ -59,10 +59,13 @@ class ReplyDeadline:
         self._misses = 0
         self._paused_until = 0.0
 
-    def note_missed(self, now: float) -> None:
-        """A wait ended without all drafts."""
+    def note_missed(self, now: float, *, is_reading: bool = False) -> None:
+        """A wait ended without all drafts; is_reading: all that is missing are drafts behind
+        prompts that the drafter says it reads, which makes it no slow one."""
         if self._heard_at < now - self.seconds:
             self.is_silent = True
+        if is_reading:
+            return
         self._paused_until = now + self._most_s * 2 ** min(self._misses, _MOST_DOUBLINGS)
         self._misses += 1
 

@@ -4,9 +4,10 @@ A row is one request's part in a round. Every row is counted exactly once, so th
 
     rows = hits + misses + sum(plain_decode)
 
-hit: the outcome was guessed and its drafts were there. miss: it was not, so that it was drafted
-while the batch waited (backup jit, mode sync) or the row decoded plainly (backup none). Plain
-decode: the speculation cache had no part in it; `PlainCause` says why.
+hit: the outcome was guessed and drafted for when it came. miss: it was not guessed, or not drafted
+for yet, so that it was drafted for while the batch waited (backup jit, mode sync) or the row
+decoded plainly (backup none). Plain decode: the speculation cache had no part in it; `PlainCause`
+says why.
 """
 
 from __future__ import annotations

@@ -146,7 +146,8 @@ def choose_target_tokens(
     is_drawn = (info.top_ks != 1)[:, None] & (places <= num_drafts[:, None])
     rows = is_drawn.flatten().nonzero()[:, 0]
     requests = rows // width
-    logprobs = torch.log_softmax(logits[rows].float() / info.temperatures[requests], dim=-1)
+    drawn = logits if len(rows) == len(logits) else logits[rows]
+    logprobs = torch.log_softmax(drawn.float() / info.temperatures[requests], dim=-1)
     logprobs = _filter(logprobs, info, requests=requests)
     best[rows] = coupled_sample(logprobs, seeds=seeds[requests], positions=positions[rows])
     return best.view(batch_size, width)

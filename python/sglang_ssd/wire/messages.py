@@ -17,7 +17,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 _MOST = (1 << 31) - 1  # sums of a few still fit a message
 
@@ -52,6 +52,7 @@ Served = Literal[
     "sync",
     "none",
     "prefill",
+    "reading",
     "full",
     "context",
     "foreign",
@@ -61,8 +62,9 @@ Served = Literal[
 
 hit: a drafted branch was the outcome. chain_hit: fewer drafts than sent were verified and the bonus
 is the chain's own next token. jit: drafted after a miss. sync: `mode="sync"`. Rows without drafts:
-none (a miss under backup "none"), prefill (the prompt is not prefilled yet), full (no slot or
-table row), context (past the drafter's context), foreign (ids that the drafter's vocabulary lacks,
+none (a miss under backup "none"), prefill (the prompt is not prefilled yet), reading (the same in
+mode sync, where the row's drafts are still to come, as another reply), full (no slot or table row),
+context (past the drafter's context), foreign (ids that the drafter's vocabulary lacks,
 or a rule that it cannot follow), unknown (no such sequence: the target must send DraftSync again).
 """
 
