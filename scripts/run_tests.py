@@ -36,7 +36,7 @@ def main() -> None:
     os.chdir(ROOT)
     os.environ["SGLANG_SSD_MODELS"] = str(MODELS)
     command = [sys.executable, "-m", "pytest", *pytest_arguments(sys.argv[1:])]
-    print(" ".join(command), "(collects for half a minute first)", flush=True)
+    print(" ".join(command), "collecting the tests, up to half a minute", sep="\n", flush=True)
     os.execv(sys.executable, command)
 
 

@@ -98,8 +98,7 @@ class CoupledSampler(Sampler):
         if self.seeds is None:
             return super()._sample_from_probs(probs, sampling_info, positions, simple_sampling_case)
         assert len(self.seeds) == len(probs), "seeds are those of the batch that is sampled"
-        every_row = torch.arange(len(probs), device=probs.device)
-        logprobs = _filter(torch.log(probs), sampling_info, requests=every_row)
+        logprobs = _filter(torch.log(probs), sampling_info, requests=slice(None))
         return coupled_sample(logprobs, seeds=self.seeds, positions=positions).to(torch.int32), None
 
 
@@ -210,7 +209,7 @@ def _filter(
     logprobs: torch.Tensor,  # [R, V] float
     info: SamplingBatchInfo,
     *,
-    requests: torch.Tensor,  # [R] int64, of which request of the batch each row is
+    requests: torch.Tensor | slice,  # [R] int64, of which request of the batch each row is
 ) -> torch.Tensor:
     return filter_logprobs(
         logprobs,
