@@ -23,6 +23,7 @@ from timeline import (
     DRAFTER,
     DRAFTING,
     FEED,
+    MIXED,
     PREFILL_SLICE,
     TARGET,
     VERIFY,
@@ -46,6 +47,7 @@ COLORS = {
     DECODE: "#f2a541",
     FEED: "#8ac6a0",
     PREFILL_SLICE: "#b8bfc8",
+    MIXED: "#b8bfc8",
 }
 LEGEND = {
     VERIFY: "verify (target forward)",

@@ -121,6 +121,23 @@ def test_a_prompt_is_prefilled_in_slices_while_others_are_served() -> None:
     assert target.loop.status().prefill_tokens >= len(LONG) - 20
 
 
+def test_the_last_slice_of_a_prompt_goes_along_with_a_decode() -> None:
+    """Red when a short prompt waits for the decodes of others, or costs them a forward of its own:
+    short answers are over before such a prompt has drafts."""
+    target = target_of()
+    live = target.open("live", PROMPT)
+    target.run_until_idle()
+    cache = target.loop.table.find(b"target", "live").cache
+    live.tokens.append(min(set(range(60)) - {one.line[0] for one in guesses(cache)}))
+    target.open("new", LONG[:40])
+    target.commit([live])
+    target.model.calls.clear()
+    reply = only_reply(target)
+    assert (reply.rid, reply.served, len(reply.drafts)) == ("live", "jit", 4)
+    assert target.model.calls == [("extend", 1 + 40)] + [("extend", 1)] * 3
+    assert_kv_is_fresh(target)
+
+
 def test_a_commit_during_prefill_is_answered_at_once_without_drafts() -> None:
     target = target_of(prefill_slice_tokens=20)
     request = target.open("long", LONG)

@@ -21,6 +21,15 @@ def test_a_slow_device_gets_few_tokens_and_a_fast_one_all() -> None:
     assert fast.slice_tokens(256) == 256
 
 
+def test_tokens_of_others_in_the_forward_leave_room_for_fewer() -> None:
+    pace = Pace()
+    pace.note_slice(num_tokens=100, seconds=0.5)
+    pace.note_forward(0.1)
+    assert pace.slice_tokens(256, beside=10) == 30
+    assert pace.slice_tokens(256, beside=100) == 8, "never nothing"
+    assert pace.slice_tokens(1, beside=100) == 1
+
+
 def test_it_follows_a_change_and_never_stands_still() -> None:
     pace = Pace()
     pace.note_slice(num_tokens=100, seconds=1.0)

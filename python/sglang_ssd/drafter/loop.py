@@ -12,11 +12,12 @@
 One forward per loop step and the socket is polled in between, so an outcome that arrives in the
 middle of a build is seen after the pass in flight: the losers are freed, the winner is finished
 alone. Forwards for rows that a target is waiting for come first: then a slice lets num_steps + 1 of
-them pass. While nobody waits, slices and other forwards take turns, for a branch that is missing
-costs a row one round's drafts and a prompt that is not read costs it all of them. A slice is about
-as long as the other forwards (pace.py). In mode sync the target waits for a prompt too, and hears
-after every slice that it is being read. Nothing here blocks for longer than one forward, except an
-idle drafter, which sleeps in the poll.
+them pass, unless it is the last of a prompt. While nobody waits, slices and other forwards take
+turns, for a branch that is missing costs a row one round's drafts and a prompt that is not read
+costs it all of them. A slice goes along with a decode or a feed if there is one (a small forward
+takes as long for more tokens), and such a forward is about as long as two others (pace.py). In mode
+sync the target waits for a prompt too, and hears after every slice that it is being read. Nothing
+here blocks for longer than one forward, except an idle drafter, which sleeps in the poll.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import msgspec
 
@@ -69,6 +70,13 @@ class LoopStats(msgspec.Struct):
     hits: int = 0
     misses: int = 0
     stale_commits: int = 0
+
+
+class Piece(NamedTuple):
+    """What a prefill slice feeds of one prompt: its next num_tokens tokens."""
+
+    seq: DraftedSequence
+    num_tokens: int
 
 
 class DraftLoop:
@@ -342,26 +350,57 @@ class DraftLoop:
     def _next_forward(self) -> Callable[[], None] | None:
         """The most urgent forward, or None. The order is the module docstring's."""
         prompts = [seq for seq in self.table if seq.is_far_behind]
-        owed = [seq for seq in self.table if seq.round_id is not None and not seq.is_far_behind]
-        if prompts and self._slice_is_due(prompts[0], is_owed=bool(owed)):
-            return partial(self._prefill_slice, prompts)
-        if owed:
-            return partial(self._feed, owed, "decode")
-        behind = [seq for seq in self.table if seq.wants_feed and not seq.is_far_behind]
-        if behind:
-            return partial(self._feed, behind, "feed")
-        building = [seq for seq in self.table if seq.wants_branches]
-        if building:
+        others = [seq for seq in self.table if not seq.is_far_behind]
+        owed = [seq for seq in others if seq.round_id is not None]
+        lines = owed or [seq for seq in others if seq.wants_feed]
+        pieces = self._next_slice(prompts, beside=lines)
+        is_due = bool(pieces) and self._slice_is_due(pieces, is_owed=bool(owed))
+        if lines:
+            return partial(self._feed, lines, pieces if is_due else [])
+        building = [seq for seq in others if seq.wants_branches]
+        if building and not is_due:
             return partial(self._build, building)
-        return partial(self._prefill_slice, prompts) if prompts else None
+        return partial(self._feed, [], pieces) if pieces else None
 
-    def _slice_is_due(self, seq: DraftedSequence, *, is_owed: bool) -> bool:
-        return self._forwards_since_slice >= (seq.limits.num_steps + 1 if is_owed else 1)
+    def _next_slice(
+        self, prompts: list[DraftedSequence], *, beside: list[DraftedSequence]
+    ) -> list[Piece]:
+        """The first prompts' next tokens, fewer of them while others are served."""
+        room = self._config.prefill_slice_tokens
+        if len(prompts) < self.table.num_live:
+            room = self._pace.slice_tokens(room, beside=sum(seq.num_unfed for seq in beside))
+        pieces = []
+        for seq in prompts:
+            if room > 0:
+                pieces.append(Piece(seq, min(room, seq.num_unfed)))
+                room -= pieces[-1].num_tokens
+        return pieces
 
-    def _feed(self, seqs: list[DraftedSequence], name: str) -> None:
-        self._drafting.stats.jit_steps += name == "decode"
-        seconds = self._drafting.feed_lines(seqs, [seq.num_unfed for seq in seqs], name=name)
-        self._note_forward(seconds)
+    def _slice_is_due(self, pieces: list[Piece], *, is_owed: bool) -> bool:
+        first = pieces[0]
+        is_last = first.num_tokens == first.seq.num_unfed
+        pause = 1 if is_last or not is_owed else first.seq.limits.num_steps + 1
+        return self._forwards_since_slice >= pause
+
+    def _feed(self, lines: list[DraftedSequence], pieces: list[Piece]) -> None:
+        """All unfed tokens of the lines and those of a slice, in one forward."""
+        seqs = [*lines, *(piece.seq for piece in pieces)]
+        counts = [seq.num_unfed for seq in lines] + [piece.num_tokens for piece in pieces]
+        is_decode = any(seq.round_id is not None for seq in lines)
+        name = "decode" if is_decode else "feed"
+        if pieces:
+            name = "mixed" if lines else "prefill slice"
+        seconds = self._drafting.feed_lines(seqs, counts, name=name)
+        self._drafting.stats.jit_steps += is_decode
+        self._drafting.stats.prefill_tokens += sum(piece.num_tokens for piece in pieces)
+        if not pieces:
+            self._note_forward(seconds)
+            return
+        self._forwards_since_slice = 0
+        self._pace.note_slice(num_tokens=sum(counts), seconds=seconds)
+        for seq in self.table:
+            if seq.round_id is not None and seq.is_far_behind:
+                self._add_reply(seq, seq.round_id, drafts=[], served="reading")
 
     def _build(self, seqs: list[DraftedSequence]) -> None:
         for seq in seqs:
@@ -372,26 +411,6 @@ class DraftLoop:
     def _note_forward(self, seconds: float) -> None:
         self._forwards_since_slice += 1
         self._pace.note_forward(seconds)
-
-    def _prefill_slice(self, prompts: list[DraftedSequence]) -> None:
-        """The first prompts' next tokens, fewer of them while others are served."""
-        self._forwards_since_slice = 0
-        room = self._config.prefill_slice_tokens
-        if len(prompts) < self.table.num_live:
-            room = self._pace.slice_tokens(room)
-        seqs, counts = [], []
-        for seq in prompts:
-            if room > 0:
-                seqs.append(seq)
-                counts.append(min(room, seq.num_unfed))
-                room -= counts[-1]
-        num_tokens = sum(counts)
-        self._drafting.stats.prefill_tokens += num_tokens
-        seconds = self._drafting.feed_lines(seqs, counts, name="prefill slice")
-        self._pace.note_slice(num_tokens=num_tokens, seconds=seconds)
-        for seq in prompts:
-            if seq.round_id is not None and seq.is_far_behind:
-                self._add_reply(seq, seq.round_id, drafts=[], served="reading")
 
     # Time ---------------------------------------------------------------------------------------
 

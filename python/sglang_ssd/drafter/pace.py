@@ -1,7 +1,8 @@
 """How long a prefill slice may be while rounds are being served.
 
-A round in flight waits for the forward that runs when its outcome arrives, so a slice should take
-about as long as the other forwards do: many tokens on a GPU, few on a CPU core. Both are measured.
+A round in flight waits for the forward that runs when its outcome arrives, so a forward with a
+slice should take about as long as the others do: many tokens on a GPU, few on a CPU core. Both are
+measured.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ _LEAST_TOKENS = 8
 
 
 class Pace:
-    """Running means of what a slice's token and any other forward cost."""
+    """Running means of what a token of a forward with a slice and what any other forward costs."""
 
     def __init__(self) -> None:
         self._token_s = 0.0
@@ -24,12 +25,15 @@ class Pace:
     def note_forward(self, seconds: float) -> None:
         self._forward_s = _mean(self._forward_s, seconds)
 
-    def slice_tokens(self, most: int) -> int:
-        """`most` until both costs are known."""
-        if not self._token_s or not self._forward_s:
-            return most
-        fitting = int(_FORWARDS_PER_SLICE * self._forward_s / self._token_s)
-        return min(most, max(_LEAST_TOKENS, fitting))
+    def slice_tokens(self, most: int, *, beside: int = 0) -> int:
+        """For a forward of at most `most` tokens, `beside` of them others'; a few in any case.
+
+        `most` decides alone until both costs are known.
+        """
+        fitting = most
+        if self._token_s and self._forward_s:
+            fitting = min(most, int(_FORWARDS_PER_SLICE * self._forward_s / self._token_s))
+        return max(min(most, _LEAST_TOKENS), fitting - beside)
 
 
 def _mean(past: float, new: float) -> float:
