@@ -23,7 +23,6 @@ from timeline import (
     DRAFTER,
     DRAFTING,
     FEED,
-    MIXED,
     PREFILL_SLICE,
     TARGET,
     VERIFY,
@@ -47,7 +46,6 @@ COLORS = {
     DECODE: "#f2a541",
     FEED: "#8ac6a0",
     PREFILL_SLICE: "#b8bfc8",
-    MIXED: "#b8bfc8",
 }
 LEGEND = {
     VERIFY: "verify (target forward)",

@@ -27,10 +27,8 @@ BRANCH_STEP = "branch step"
 DECODE = "decode"
 FEED = "feed"
 PREFILL_SLICE = "prefill slice"
-MIXED = "mixed"
-"""A decode or feed that takes a prefill slice along."""
 DRAFTING = (BRANCH_STEP, DECODE, FEED)
-"""The drafter's forwards of a round; what reads a prompt belongs to none."""
+"""The drafter's forwards of a round; slices of a prompt belong to none."""
 
 
 class Span(msgspec.Struct, frozen=True):

@@ -204,7 +204,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _help("Longest sequence drafted for. Left out: that of the draft model."),
     ] = None
     prefill_slice_tokens: Annotated[
-        PositiveInt, _help("Prompt tokens the drafter prefills at most between two rounds.")
+        PositiveInt, _help("Most tokens of a drafter forward that reads a slice of a prompt.")
     ] = 256
 
     target_cores: Annotated[

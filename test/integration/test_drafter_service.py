@@ -121,20 +121,31 @@ def test_a_prompt_is_prefilled_in_slices_while_others_are_served() -> None:
     assert target.loop.status().prefill_tokens >= len(LONG) - 20
 
 
-def test_the_last_slice_of_a_prompt_goes_along_with_a_decode() -> None:
-    """Red when a short prompt waits for the decodes of others, or costs them a forward of its own:
-    short answers are over before such a prompt has drafts."""
-    target = target_of()
+@pytest.mark.parametrize(
+    ("second", "counts"),
+    [
+        (20, [1 + 40, 1 + 20, 1, 1]),
+        (40, [1 + 40, 1, 1 + 40, 1]),
+        (300, [1 + 40, 1, 1, 1]),
+    ],
+)
+def test_prompts_are_read_beside_the_decodes_of_others(second: int, counts: list[int]) -> None:
+    """Red when a short prompt waits for the decodes of others, or costs them a forward of its own
+    (short answers are over before such a prompt has drafts), or a long one slows each of them."""
+    target = target_of(prefill_slice_tokens=1 + 40)
     live = target.open("live", PROMPT)
     target.run_until_idle()
     cache = target.loop.table.find(b"target", "live").cache
     live.tokens.append(min(set(range(60)) - {one.line[0] for one in guesses(cache)}))
-    target.open("new", LONG[:40])
+    target.open("first", LONG[:40])
     target.commit([live])
     target.model.calls.clear()
+    target.step()
+    target.open("second", LONG[:second])
     reply = only_reply(target)
     assert (reply.rid, reply.served, len(reply.drafts)) == ("live", "jit", 4)
-    assert target.model.calls == [("extend", 1 + 40)] + [("extend", 1)] * 3
+    assert target.model.calls == [("extend", count) for count in counts]
+    assert target.loop.status().jit_steps == 4
     assert_kv_is_fresh(target)
 
 

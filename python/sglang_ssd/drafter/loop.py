@@ -4,18 +4,19 @@
                  answered at once, whatever becomes of the others
     decode       rows that are owed drafts (missed, or hit before the branch was finished): one
                  batched single-token forward per loop step, answered once they have their drafts
-    feed         the bonus of rows that are owed no drafts (backup none)
+    feed         the bonus of rows that are owed no drafts (backup none), short prompts; these go
+                 along with a decode
     build        num_steps + 1 passes over the tree, batched over all sequences; the first feeds the
                  chain's last draft too, whose logits rank the guesses of position K
     prefill      one slice of the prompts that are waiting
 
 One forward per loop step and the socket is polled in between, so an outcome that arrives in the
 middle of a build is seen after the pass in flight: the losers are freed, the winner is finished
-alone. Forwards for rows that a target is waiting for come first: then a slice lets num_steps + 1 of
-them pass, unless it is the last of a prompt. While nobody waits, slices and other forwards take
-turns, for a branch that is missing costs a row one round's drafts and a prompt that is not read
-costs it all of them. A slice goes along with a decode or a feed if there is one (a small forward
-takes as long for more tokens), and such a forward is about as long as two others (pace.py). In mode
+alone. Forwards for rows that a target is waiting for come first: then a slice comes after
+num_steps + 1 other forwards, and after one if it ends a prompt. While nobody waits, slices and
+other forwards take turns, for a branch that is missing costs a row one round's drafts and a prompt
+that is not read costs it all of them. A slice goes along with a decode or a feed if there is one,
+for a small forward hardly takes longer with more tokens; it is as long as pace.py allows. In mode
 sync the target waits for a prompt too, and hears after every slice that it is being read. Nothing
 here blocks for longer than one forward, except an idle drafter, which sleeps in the poll.
 """
@@ -73,7 +74,7 @@ class LoopStats(msgspec.Struct):
 
 
 class Piece(NamedTuple):
-    """What a prefill slice feeds of one prompt: its next num_tokens tokens."""
+    """What one forward feeds of a line: its next num_tokens tokens."""
 
     seq: DraftedSequence
     num_tokens: int
@@ -351,52 +352,51 @@ class DraftLoop:
         """The most urgent forward, or None. The order is the module docstring's."""
         prompts = [seq for seq in self.table if seq.is_far_behind]
         others = [seq for seq in self.table if not seq.is_far_behind]
-        owed = [seq for seq in others if seq.round_id is not None]
-        lines = owed or [seq for seq in others if seq.wants_feed]
-        pieces = self._next_slice(prompts, beside=lines)
-        is_due = bool(pieces) and self._slice_is_due(pieces, is_owed=bool(owed))
+        is_owed = any(seq.round_id is not None for seq in others)
+        lines = [
+            Piece(seq, seq.num_unfed)
+            for seq in others
+            if seq.round_id is not None or seq.wants_feed
+        ]
+        prefill = self._next_slice(prompts, beside=sum(line.num_tokens for line in lines))
+        is_due = bool(prefill) and self._is_due(prefill[0], is_owed=is_owed)
         if lines:
-            return partial(self._feed, lines, pieces if is_due else [])
+            name = "decode" if is_owed else "feed"
+            return partial(self._feed, lines, prefill if is_due else [], name=name)
         building = [seq for seq in others if seq.wants_branches]
         if building and not is_due:
             return partial(self._build, building)
-        return partial(self._feed, [], pieces) if pieces else None
+        return partial(self._feed, [], prefill, name="prefill slice") if prefill else None
 
-    def _next_slice(
-        self, prompts: list[DraftedSequence], *, beside: list[DraftedSequence]
-    ) -> list[Piece]:
+    def _next_slice(self, prompts: list[DraftedSequence], *, beside: int) -> list[Piece]:
         """The first prompts' next tokens, fewer of them while others are served."""
         room = self._config.prefill_slice_tokens
         if len(prompts) < self.table.num_live:
-            room = self._pace.slice_tokens(room, beside=sum(seq.num_unfed for seq in beside))
-        pieces = []
+            room = self._pace.slice_tokens(room, beside=beside)
+        pieces: list[Piece] = []
         for seq in prompts:
             if room > 0:
                 pieces.append(Piece(seq, min(room, seq.num_unfed)))
                 room -= pieces[-1].num_tokens
         return pieces
 
-    def _slice_is_due(self, pieces: list[Piece], *, is_owed: bool) -> bool:
-        first = pieces[0]
+    def _is_due(self, first: Piece, *, is_owed: bool) -> bool:
+        """Whether the slice that begins with `first` has let enough other forwards pass."""
         is_last = first.num_tokens == first.seq.num_unfed
-        pause = 1 if is_last or not is_owed else first.seq.limits.num_steps + 1
+        pause = first.seq.limits.num_steps + 1 if is_owed and not is_last else 1
         return self._forwards_since_slice >= pause
 
-    def _feed(self, lines: list[DraftedSequence], pieces: list[Piece]) -> None:
-        """All unfed tokens of the lines and those of a slice, in one forward."""
-        seqs = [*lines, *(piece.seq for piece in pieces)]
-        counts = [seq.num_unfed for seq in lines] + [piece.num_tokens for piece in pieces]
-        is_decode = any(seq.round_id is not None for seq in lines)
-        name = "decode" if is_decode else "feed"
-        if pieces:
-            name = "mixed" if lines else "prefill slice"
+    def _feed(self, lines: list[Piece], prefill: list[Piece], *, name: str) -> None:
+        """All unfed tokens of some lines and a slice of the prompts, in one forward."""
+        seqs = [piece.seq for piece in (*lines, *prefill)]
+        counts = [piece.num_tokens for piece in (*lines, *prefill)]
         seconds = self._drafting.feed_lines(seqs, counts, name=name)
-        self._drafting.stats.jit_steps += is_decode
-        self._drafting.stats.prefill_tokens += sum(piece.num_tokens for piece in pieces)
-        if not pieces:
+        self._drafting.stats.jit_steps += name == "decode"
+        if not prefill:
             self._note_forward(seconds)
             return
         self._forwards_since_slice = 0
+        self._drafting.stats.prefill_tokens += sum(piece.num_tokens for piece in prefill)
         self._pace.note_slice(num_tokens=sum(counts), seconds=seconds)
         for seq in self.table:
             if seq.round_id is not None and seq.is_far_behind:

@@ -1,8 +1,8 @@
 """How long a prefill slice may be while rounds are being served.
 
 A round in flight waits for the forward that runs when its outcome arrives, so a forward with a
-slice should take about as long as the others do: many tokens on a GPU, few on a CPU core. Both are
-measured.
+slice may take twice what the others take on the average: many tokens on a GPU, few on a CPU core.
+Both are measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _LEAST_TOKENS = 8
 
 
 class Pace:
-    """Running means of what a token of a forward with a slice and what any other forward costs."""
+    """Running means: seconds of a token in forwards with a slice, and of any other forward."""
 
     def __init__(self) -> None:
         self._token_s = 0.0
@@ -26,9 +26,9 @@ class Pace:
         self._forward_s = _mean(self._forward_s, seconds)
 
     def slice_tokens(self, most: int, *, beside: int = 0) -> int:
-        """For a forward of at most `most` tokens, `beside` of them others'; a few in any case.
+        """What fits beside others' tokens into a forward of `most`; a few in any case.
 
-        `most` decides alone until both costs are known.
+        Once both costs are known, no more than what takes as long as allowed.
         """
         fitting = most
         if self._token_s and self._forward_s:

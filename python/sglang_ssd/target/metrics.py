@@ -91,7 +91,9 @@ METRICS = (
     Metric("branch_step_seconds", "counter", "Time in forwards over trees of branches."),
     Metric("drafting_seconds", "counter", "Time in all forwards of the drafter."),
     Metric("jit_steps", "counter", "Forwards for requests that a target was waiting for."),
-    Metric("drafter_prefill_tokens", "counter", "Prompt tokens that the drafter has read."),
+    Metric(
+        "drafter_prefill_tokens", "counter", "Tokens that prefill slices of the drafter have read."
+    ),
     Metric(
         "drafter_dropped_messages",
         "counter",
