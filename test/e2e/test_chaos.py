@@ -91,20 +91,8 @@ def test_a_dozen_drafters_die_under_load(
 
 def kill_drafter(server: Server) -> int:
     """The pid of the one that was killed."""
-    chaos.wait_until(lambda: bool(drafters(server)), "a drafter")
-    (drafter,) = drafters(server)
+    chaos.wait_until(lambda: bool(server.drafter_processes()), "a drafter")
+    drafter = server.drafter_process()
     drafter.send_signal(signal.SIGKILL)
-    chaos.wait_until(lambda: drafter not in drafters(server), "the death of a drafter")
+    chaos.wait_until(lambda: drafter not in server.drafter_processes(), "the death of a drafter")
     return drafter.pid
-
-
-def drafters(server: Server) -> list[psutil.Process]:
-    return [process for process in server.family() if "sglang_ssd.drafter" in command_of(process)]
-
-
-def command_of(process: psutil.Process) -> list[str]:
-    """Empty if it has gone meanwhile."""
-    try:
-        return process.cmdline()
-    except psutil.NoSuchProcess:
-        return []

@@ -5,11 +5,7 @@ One that is stopped, killed or absent is in field_cases/test_fr27_faults.py.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from harness.drafter_faults import (
     wait_until_ready,
 )
 from harness.draws import FILTERS, assert_same_draws, seeded
+from harness.hand_drafter import drafter_by_hand
 from harness.idle import assert_drained
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
@@ -149,21 +146,6 @@ def key_folder(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
-@contextmanager
-def drafter_by_hand(model: Path, port: int, key_folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    keys = key_folder / "drafter"
-    argv = ["--model-path", str(model), "--endpoint", f"tcp://0.0.0.0:{port}"]
-    argv += ["--secret-key", str(keys / "drafter.key_secret")]
-    argv += ["--peer-keys", str(keys / "targets"), "--device", "cpu", "--dtype", "float32"]
-    argv += ["--max-total-tokens", "12288"]
-    process = subprocess.Popen([sys.executable, "-m", "sglang_ssd.drafter", *argv])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_a_drafter_by_hand_behind_keys_may_go_and_come_back(
     target: Path, pool: ServerPool, reference: Reference, key_folder: Path
 ) -> None:
@@ -175,9 +157,12 @@ def test_a_drafter_by_hand_behind_keys_may_go_and_come_back(
         "peer_keys": str(key_folder / "target/drafter.key"),
     }
     spec = ServerSpec(model=str(target), drafter=str(target), settings=tuple(settings.items()))
+    endpoint = f"tcp://0.0.0.0:{port}"
+    keys = ("--secret-key", str(key_folder / "drafter/drafter.key_secret"))
+    keys += ("--peer-keys", str(key_folder / "drafter/targets"))
     server = pool.start(spec)
     try:
-        with drafter_by_hand(target, port, key_folder):
+        with drafter_by_hand(target, endpoint, *keys):
             server.wait_until_ready()
             assert_drafts_again(server, reference)
         cases = long_requests(server, 2)
@@ -188,7 +173,7 @@ def test_a_drafter_by_hand_behind_keys_may_go_and_come_back(
         assert refused.json()["error"]["message"] == (
             "the drafter was not started by this server: start another one at its endpoint"
         )
-        with drafter_by_hand(target, port, key_folder):
+        with drafter_by_hand(target, endpoint, *keys):
             wait_until_ready(server)
             assert status(server)["replicas"][0]["restarts"] == 1
             assert_drafts_again(server, reference)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,15 @@ import pytest
 import requests as http
 
 from harness.checkpoints import make_drafter
-from harness.client import Answer, Request, generate, generate_all, openai, openai_stream, stream
+from harness.client import (
+    Answer,
+    Request,
+    generate,
+    generate_all,
+    in_background,
+    openai,
+    openai_stream,
+)
 from harness.idle import assert_drained, drafter_status
 from harness.prompts import load_prompts
 from harness.reference import Reference
@@ -82,27 +88,10 @@ def assert_speculates(server: Server) -> None:
     assert server.ssd()["hits"] > before["hits"]
 
 
-def in_background(server: Server, case: Request, seen: list[int] | None = None) -> Any:
-    """A future of its answer, handed out once the first tokens are there; seen gets the number of
-    each chunk that comes."""
-    started = threading.Event()
-
-    def on_chunk(number: int) -> None:
-        if seen is not None:
-            seen.append(number)
-        started.set()
-
-    threads = ThreadPoolExecutor(1)
-    future = threads.submit(stream, server.url, case, on_chunk=on_chunk)
-    threads.shutdown(wait=False)
-    assert started.wait(120)
-    return future
-
-
 def test_flush_cache(server: Server) -> None:
     """Red when a flush leaves sequences with the drafter, or one under way is disturbed."""
     (case,) = cases_of(server, 1, 80)
-    future = in_background(server, case)
+    future = in_background(server.url, case)
     http.post(f"{server.url}/flush_cache", timeout=60)  # refused while a request runs
     assert future.result().answer.same_as(generate(server.url, plainly(case)))
     assert_drained(server)
@@ -114,7 +103,7 @@ def test_flush_cache(server: Server) -> None:
 def test_pause_and_continue(server: Server, mode: str) -> None:
     """Red when a request does not survive a pause longer than the drafter's lease."""
     (case,) = cases_of(server, 1, 60)
-    future = in_background(server, case)
+    future = in_background(server.url, case)
     post(server, "/pause_generation", {"mode": mode})
     time.sleep(2 * LEASE_S)
     if mode == "retract":
@@ -130,7 +119,7 @@ def test_pause_and_continue(server: Server, mode: str) -> None:
 def test_pause_that_aborts(server: Server) -> None:
     """Red when an aborting pause leaves a sequence with the drafter."""
     (case,) = cases_of(server, 1, 400)
-    future = in_background(server, case)
+    future = in_background(server.url, case)
     post(server, "/pause_generation", {"mode": "abort"})
     assert future.result().answer.finish["type"] == "abort"
     post(server, "/continue_generation")
@@ -141,7 +130,7 @@ def test_pause_that_aborts(server: Server) -> None:
 def test_abort_all(server: Server) -> None:
     """Red when abort_all leaves a request running or a sequence open."""
     cases = cases_of(server, 6, 800)
-    futures = [in_background(server, case) for case in cases]
+    futures = [in_background(server.url, case) for case in cases]
     post(server, "/abort_request", {"abort_all": True})
     assert {future.result().answer.finish["type"] for future in futures} == {"abort"}
     assert_drained(server)
@@ -171,7 +160,7 @@ def test_the_same_weights_under_a_held_request(server: Server, target: Path) -> 
     """Red when a request that keeps its KV over an update of weights loses its place, or its
     drafts."""
     (case,) = cases_of(server, 1, 120)
-    future = in_background(server, case)
+    future = in_background(server.url, case)
     post(server, "/pause_generation", {"mode": "in_place"})
     update_from_disk(server, target, flush_cache=False)
     assert not future.done()
@@ -190,7 +179,7 @@ def test_new_weights_under_a_retracted_request(server: Server, target: Path) -> 
     (case,) = cases_of(server, 1, num_tokens)
     old = generate(server.url, plainly(case))
     seen: list[int] = []
-    future = in_background(server, case, seen)
+    future = in_background(server.url, case, seen)
     post(server, "/pause_generation", {"mode": "retract"})
     try:
         update_from_disk(server, make_drafter("noisy", target))  # flushes what the old ones made

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -98,6 +99,23 @@ def stream(url: str, request: Request, *, on_chunk: Any = None) -> Stream:
             if on_chunk is not None:
                 on_chunk(len(times))
     return Stream(answer=_answer(last), texts=texts, times=times, counts=counts)
+
+
+def in_background(url: str, request: Request, seen: list[int] | None = None) -> Future[Stream]:
+    """A streamed request under way, handed out once its first tokens are there; seen gets the
+    number of each chunk that comes."""
+    started = threading.Event()
+
+    def on_chunk(number: int) -> None:
+        if seen is not None:
+            seen.append(number)
+        started.set()
+
+    threads = ThreadPoolExecutor(1)
+    future = threads.submit(stream, url, request, on_chunk=on_chunk)
+    threads.shutdown(wait=False)
+    assert started.wait(120), f"no token within two minutes: {request}"
+    return future
 
 
 def stream_increments(url: str, request: Request) -> tuple[list[str], Answer]:

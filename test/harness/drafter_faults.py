@@ -9,7 +9,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import requests
 
@@ -19,13 +19,16 @@ from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter
 from harness.server import Server, ServerPool, ServerSpec, all_settings
 
+if TYPE_CHECKING:
+    from harness.replicas import Replica
+
 NUM_TOKENS = 60
 HEALTHY_S = 2.0
 """Limit of the product for an answer of a health check."""
 TOLD = "affected requests decode plainly meanwhile"
 
 
-def long_requests(server: Server, num: int = 2) -> list[Request]:
+def long_requests(server: Server | Replica, num: int = 2) -> list[Request]:
     prompts = load_prompts(server.spec.model, 8)
     chosen = [prompts[1], prompts[3], prompts[0], prompts[6]][:num]
     params = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
@@ -124,7 +127,7 @@ def assert_healthy(server: Server) -> None:
         assert time.monotonic() - start < HEALTHY_S, path
 
 
-def assert_drafts_again(server: Server, reference: Reference) -> None:
+def assert_drafts_again(server: Server | Replica, reference: Reference) -> None:
     """Within some batches; how soon depends on what else the machine does."""
     cases = long_requests(server, 4)
     for _ in range(10):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from harness.checkpoints import DrafterKind
 from harness.client import Answer
-from harness.server import Server
 from sglang_ssd.target.stats import DRAFTED_SERVED
 
 MIN_ON_TIME = 0.95
@@ -20,6 +19,12 @@ MIN_DRAFTED = 0.95
 MIN_DRAFTED_OF_SHORT = 0.7
 """Of short answers. A drafter as dear as its target, on one core beside it, is still reading when a
 request's first round begins; short answers have few other rounds."""
+
+
+class Counted(Protocol):
+    """A server, or one of its replicas."""
+
+    def ssd(self) -> dict[str, Any]: ...
 
 
 class Rounds(msgspec.Struct, frozen=True):
@@ -76,7 +81,7 @@ class Rounds(msgspec.Struct, frozen=True):
 class RoundCounter:
     """`since()` tells what happened since it was made, and sees that every row is counted once."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Counted) -> None:
         self._server = server
         self._before = server.ssd()
 

@@ -187,13 +187,17 @@ class Server:
             self._family.setdefault(process.pid, process)
         return [process for process in self._family.values() if _lives(process)]
 
+    def drafter_processes(self) -> list[psutil.Process]:
+        """Those that it started: one for each replica, none if it names an endpoint."""
+        return [p for p in self.family() if "sglang_ssd.drafter" in _command_of(p)]
+
     def drafter_process(self) -> psutil.Process:
-        (process,) = [p for p in self.family() if "sglang_ssd.drafter" in p.cmdline()]
+        (process,) = self.drafter_processes()
         return process
 
     def drafter_endpoint(self) -> str:
-        argv = self.drafter_process().cmdline()
-        return argv[argv.index("--endpoint") + 1]
+        named: str | None = dict(self.spec.settings).get("endpoint")
+        return named if named is not None else endpoint_of(self.drafter_process())
 
     def stop(self, how: signal.Signals = signal.SIGTERM, limit_s: float = STOP_LIMIT_S) -> int:
         """Send one signal and wait until all processes of the server are gone.
@@ -232,6 +236,11 @@ class Server:
 
     def describe(self) -> str:
         return f"server {self.pid} ({self.spec.entry}, log {self.log_path})"
+
+
+def endpoint_of(drafter: psutil.Process) -> str:
+    argv = drafter.cmdline()
+    return argv[argv.index("--endpoint") + 1]
 
 
 def _let_children_be_interrupted() -> None:

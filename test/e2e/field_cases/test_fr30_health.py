@@ -15,12 +15,10 @@ from harness.drafter_faults import (
     status,
     wait_until_ready,
 )
-from harness.metrics import samples
+from harness.metrics import assert_soon_shows
 from harness.prompts import ids_of_length
 from harness.reference import Reference, assert_same
 from harness.server import Server
-
-METRICS_LIMIT_S = 10.0
 
 
 def test_fr_30(struck_server: Server, reference: Reference) -> None:
@@ -37,7 +35,7 @@ def test_fr_30(struck_server: Server, reference: Reference) -> None:
         assert all(1 <= answer.meta_info["spec_accept_length"] < 1.1 for answer in answers)
         assert status(server)["state"] == "degraded"
         assert server.ssd()["degraded"]
-        assert_metric_shows(server, 1.0)
+        assert_soon_shows(server, "ssd_degraded", [1])
         prompts = [ids_of_length(server.spec.model, length) for length in (1900, 1920)]
         long = [Request(prompt, {"max_new_tokens": 2}) for prompt in prompts]
         with ThreadPoolExecutor(1) as clients:
@@ -50,12 +48,4 @@ def test_fr_30(struck_server: Server, reference: Reference) -> None:
         drafter.send_signal(signal.SIGCONT)
     wait_until_ready(server)
     assert_drafts_again(server, reference)
-    assert_metric_shows(server, 0.0)
-
-
-def assert_metric_shows(server: Server, degraded: float) -> None:
-    """Soon: metrics are brought up to date once a second."""
-    deadline = time.monotonic() + METRICS_LIMIT_S
-    while set(samples(server, "ssd_degraded").values()) != {degraded}:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    assert_soon_shows(server, "ssd_degraded", [0])
