@@ -16,6 +16,15 @@ Backend = Literal["sglang", "sglang-oai", "sglang-oai-chat"]
 """/generate, /v1/completions and /v1/chat/completions."""
 
 
+def flags_for(texts: Sequence[str], folder: Path, *, num_tokens: int) -> tuple[str, ...]:
+    """That have these prompts asked, in place of random ids."""
+    path = folder / "prompts.jsonl"
+    turns = ([{"content": text}, {"content": "its answer, unread"}] for text in texts)
+    path.write_text("\n".join(json.dumps({"conversations": both}) for both in turns))
+    dataset = ("--dataset-name", "custom", "--dataset-path", str(path))
+    return (*dataset, "--sharegpt-output-len", str(num_tokens))
+
+
 def bench_serving(
     server: Server,
     folder: Path,
