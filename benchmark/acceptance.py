@@ -64,6 +64,7 @@ ITEMS: dict[str, tuple[str, ...]] = {
     "operation": (
         "test/e2e/test_commands.py",
         "test/e2e/test_data_parallel.py",
+        "test/e2e/test_shared_drafter.py",
         "test/e2e/test_docs.py",
         "test/e2e/test_limits.py",
         "test/e2e/test_observability.py",
