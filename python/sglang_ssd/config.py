@@ -225,7 +225,8 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         str | None,
         _help(
             "Write a timeline of target and drafter to this file (Perfetto JSON). One that is "
-            "there already is overwritten."
+            "there already is overwritten. With --dp-size, FILE.json is FILE.dp0.json, "
+            "FILE.dp1.json and so on, one for each replica."
         ),
     ] = None
 

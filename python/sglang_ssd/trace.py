@@ -2,7 +2,8 @@
 
 A target begins the file anew before its drafter starts; then every process appends its own events:
 CLOCK_MONOTONIC is one clock for all processes of a machine, whole lines are written with O_APPEND,
-and the format lets the closing bracket be absent.
+and the format lets the closing bracket be absent. Data-parallel replicas start when they please, so
+that each has a file of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import msgspec
 
@@ -20,6 +22,14 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_EVENTS = 256
 _FLUSH_SECONDS = 1.0
+
+
+def file_of_replica(path: str, *, dp_rank: int, dp_size: int) -> str:
+    """trace.json is trace.dp1.json for the second of several, and trace.json for an only one."""
+    if dp_size == 1:
+        return path
+    file = Path(path)
+    return str(file.with_name(f"{file.stem}.dp{dp_rank}{file.suffix}"))
 
 
 def start_file(path: str) -> None:

@@ -29,6 +29,7 @@ from harness.rounds import RoundCounter
 from harness.server import Server, ServerPool
 from sglang_ssd.config import SsdConfig
 from sglang_ssd.platform.affinity import parse_cores, share_of, split_cores
+from timeline import DRAFTER, TARGET, read_trace
 
 pytestmark = pytest.mark.timeout(1800)
 """Two targets and two drafters share the cores, also while drafters are started again."""
@@ -40,7 +41,9 @@ LASTING = {"max_new_tokens": 200, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def server(pool: ServerPool, spec_for: Any) -> Iterator[Server]:
+def server(
+    pool: ServerPool, spec_for: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """The last test leaves it with other drafters than its spec names."""
     spec = spec_for(
         "noisy",
@@ -49,6 +52,7 @@ def server(pool: ServerPool, spec_for: Any) -> Iterator[Server]:
             ("drafter_max_total_tokens", 8192),
             ("restart_delay_s", RESTART_DELAY_S),
             ("start_timeout_s", 600),
+            ("trace", str(tmp_path_factory.mktemp("trace") / "trace.json")),
         ),
     )
     found = pool.take(spec)
@@ -77,6 +81,16 @@ def test_each_replica_drafts_with_its_own_drafter(server: Server, reference: Ref
     assert {state["ssd"]["drafter_pid"] for state in shown} == {
         replica.ssd()["drafter_pid"] for replica in replicas
     }
+
+
+def test_each_replica_has_a_timeline_of_its_own(server: Server) -> None:
+    """Red when replicas write to one file, which each of them begins anew."""
+    generate_all(server.url, long_requests(server, 4))
+    trace = Path(dict(server.spec.settings)["trace"])
+    files = [trace.with_name(f"trace.dp{rank}.json") for rank in range(NUM_REPLICAS)]
+    assert sorted(trace.parent.iterdir()) == files
+    for file in files:
+        assert {span.process for span in read_trace(file)} == {TARGET, DRAFTER}
 
 
 def test_cores_are_divided(server: Server) -> None:

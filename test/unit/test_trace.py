@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ssd.trace import Tracer, start_file
+from sglang_ssd.trace import Tracer, file_of_replica, start_file
 
 
 def test_a_run_begins_its_file_anew_and_every_process_adds_to_it(tmp_path: Path) -> None:
@@ -31,6 +31,17 @@ def test_a_drafter_started_by_hand_begins_a_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     Tracer(str(path), "drafter").flush()
     assert path.read_text().startswith("[\n{")
+
+
+def test_the_names_of_replicas_files() -> None:
+    """Red when the file of a server without replicas is not the one that was named."""
+    for name, first, fourth in (
+        ("run/trace.json", "run/trace.dp0.json", "run/trace.dp3.json"),
+        ("/tmp/trace", "/tmp/trace.dp0", "/tmp/trace.dp3"),
+    ):
+        assert file_of_replica(name, dp_rank=0, dp_size=1) == name
+        assert file_of_replica(name, dp_rank=0, dp_size=4) == first
+        assert file_of_replica(name, dp_rank=3, dp_size=4) == fourth
 
 
 def test_a_folder_that_is_gone_ends_the_tracing_alone(

@@ -33,7 +33,7 @@ from sglang_ssd.target.reload import ReloadRequest, reload_drafter
 from sglang_ssd.target.reporting import RoundReporter
 from sglang_ssd.target.stats import summarize
 from sglang_ssd.target.supervisor import DrafterSupervisor, Reload, RestartPace
-from sglang_ssd.trace import start_file
+from sglang_ssd.trace import file_of_replica, start_file
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -75,7 +75,7 @@ def start_before_target_loads(scheduler: Scheduler) -> None:
         return
     if scheduler.metrics_collector is not None:
         _metric_labels = dict(scheduler.metrics_collector.labels)
-    config = load_config()
+    config = replica_config()
     if config.trace is not None:
         start_file(config.trace)  # before the drafter, which adds to it
     if config.mode == "off" or config.endpoint is not None:
@@ -99,6 +99,20 @@ def start_before_target_loads(scheduler: Scheduler) -> None:
     )
     _drafter.start()
     atexit.register(_end_drafter, _drafter)
+
+
+def replica_config() -> SsdConfig:
+    """The settings, as they hold for this data-parallel replica."""
+    config = load_config()
+    if config.trace is None:
+        return config
+    trace = file_of_replica(config.trace, dp_rank=_dp_rank(), dp_size=get_parallel().dp_size)
+    return msgspec.structs.replace(config, trace=trace)
+
+
+def _dp_rank() -> int:
+    """SGLang's is None without data parallelism."""
+    return get_parallel().dp_rank or 0
 
 
 def _end_drafter(drafter: DrafterSupervisor) -> None:

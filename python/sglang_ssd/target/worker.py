@@ -19,7 +19,6 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_device, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_ssd.config import load_config
 from sglang_ssd.core.acceptance import accept_chain
 from sglang_ssd.core.shared_noise import request_seed
 from sglang_ssd.target import hooks
@@ -70,7 +69,7 @@ class SSDWorker(BaseSpecWorker):
     ) -> None:
         super().__init__()
         self._target_worker = target_worker
-        self._config = load_config()
+        self._config = hooks.replica_config()
         self._device = get_device().device
         self._num_steps: int = get_spec().speculative_num_steps
         # Of a round at the context's end: what lies behind it is never committed, and models with
