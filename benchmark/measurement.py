@@ -187,9 +187,10 @@ def flush_trace(server: Server, prompt: list[int]) -> None:
 
 
 def ssd_state(server: Server) -> dict[str, Any]:
-    """The counters of target/stats.py; {} without speculation."""
+    """The counters of target/stats.py; {} without a drafter."""
     state: dict[str, Any] = server.get_json("/server_info")["internal_states"][0]
-    return dict(state.get("ssd", {}))
+    ssd: dict[str, Any] = state.get("ssd", {})
+    return ssd if "rounds" in ssd else {}
 
 
 def counted_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:

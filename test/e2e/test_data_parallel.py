@@ -26,7 +26,7 @@ from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.replicas import FLAGS, NUM_REPLICAS, Replica, replicas_of
 from harness.rounds import RoundCounter
-from harness.server import Server, ServerPool
+from harness.server import Server, ServerPool, endpoint_of
 from sglang_ssd.config import SsdConfig
 from sglang_ssd.platform.affinity import parse_cores, share_of, split_cores
 from timeline import DRAFTER, TARGET, read_trace
@@ -61,10 +61,13 @@ def server(
 
 
 def test_each_replica_drafts_with_its_own_drafter(server: Server, reference: Reference) -> None:
-    """Red when replicas share a drafter or an endpoint, or only one of them speculates."""
+    """Red when replicas share a drafter or an endpoint, only one of them speculates, or a state
+    does not say whose it is."""
+    assert len(status(server)["replicas"]) == NUM_REPLICAS
     replicas = replicas_of(server)
-    assert len(replicas) == NUM_REPLICAS
-    assert len({replica.endpoint for replica in replicas}) == NUM_REPLICAS
+    drafters = [replica.drafter_process() for replica in replicas]
+    assert {p.pid for p in drafters} == {p.pid for p in server.drafter_processes()}
+    assert len({endpoint_of(drafter) for drafter in drafters}) == NUM_REPLICAS
     cases = [
         Request(prompt.input_ids, {"max_new_tokens": 32, "ignore_eos": True})
         for prompt in load_prompts(server.spec.model, 8)
@@ -73,13 +76,12 @@ def test_each_replica_drafts_with_its_own_drafter(server: Server, reference: Ref
     assert_same(reference, cases, generate_all(server.url, cases))
     for replica, old in zip(replicas, before, strict=True):
         new = replica.ssd()
-        assert new["drafter_pid"] == replica.drafter_process().pid
         assert new["rows"] > old["rows"]
         assert new["hits"] > old["hits"]
         assert new["live_sequences"] == 0
     shown = http.get(f"{server.url}/server_info", timeout=60).json()["internal_states"]
-    assert {state["ssd"]["drafter_pid"] for state in shown} == {
-        replica.ssd()["drafter_pid"] for replica in replicas
+    assert {state["ssd"]["dp_rank"]: state["ssd"]["drafter_pid"] for state in shown} == {
+        rank: drafter.pid for rank, drafter in enumerate(drafters)
     }
 
 
@@ -149,7 +151,7 @@ def assert_first_restarted(
     """That drafter was the first replica's; the other is told of as before."""
     first, *others = (replica.ssd() for replica in replicas)
     assert first["restarts"] == before[0]["restarts"] + 1
-    assert first["drafter_pid"] == replicas[0].drafter_process().pid != killed
+    assert replicas[0].drafter_process().pid != killed
     assert f"process {killed} ended with signal 9" in first["last_error"]
     for name in ("restarts", "drafter_pid", "last_error"):
         assert [one[name] for one in others] == [one[name] for one in before[1:]], name

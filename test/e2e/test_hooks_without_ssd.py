@@ -9,7 +9,7 @@ import pytest
 from sglang.srt import runtime_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_ssd.target import algorithm, request_hooks, session_hooks
+from sglang_ssd.target import algorithm, hooks, request_hooks, session_hooks
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,12 @@ def test_the_kv_pool_keeps_its_size_and_requests_their_length() -> None:
         lambda pool, asked, *, token_capacity: token_capacity - asked, None, 5, token_capacity=64
     )
     assert clipped == 59
+
+
+def test_no_state_is_shown() -> None:
+    state: dict[str, Any] = {}
+    hooks.add_ssd_state(None, None, state)
+    assert not state
 
 
 def test_sessions_keep_what_sglang_keeps() -> None:

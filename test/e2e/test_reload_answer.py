@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_ssd.drafter.process import DrafterSettings
@@ -18,12 +19,24 @@ from sglang_ssd.target.supervisor import DrafterSupervisor, RestartPace
 from sglang_ssd.wire.messages import DrafterStatus
 
 
-def answer_to(rid: str | None) -> dict[str, Any]:
+def ssd_state(dp_rank: int | None = None) -> dict[str, Any]:
+    """What the scheduler of that replica shows; SGLang's rank is None without others."""
     state: dict[str, Any] = {}
+    with get_parallel().override(dp_rank=dp_rank):
+        hooks.add_ssd_state(None, None, state)
+    shown: dict[str, Any] = state["ssd"]
+    return shown
+
+
+def answer_to(rid: str | None) -> dict[str, Any]:
     hooks.reload_if_asked(None, SimpleNamespace(rid=rid))
-    hooks.add_ssd_state(None, None, state)
-    reload: dict[str, Any] = state["ssd"]["reload"]
+    reload: dict[str, Any] = ssd_state()["reload"]
     return reload
+
+
+@pytest.fixture(autouse=True)
+def of_a_server_with_ssd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "is_ssd", lambda: True)
 
 
 def client_of(status: DrafterStatus | None) -> Any:
@@ -62,60 +75,82 @@ def test_what_the_drafter_refused_is_told() -> None:
     assert hooks.drafter_state(client_of(None), None)["drafter_refused"] is None
 
 
-class Manager:
-    """A tokenizer manager whose scheduler is in those states, one after the other."""
+Answers = list[dict[str, Any]]
+"""Of the replicas to one question, in whatever order."""
 
-    def __init__(self, *states: dict[str, Any]) -> None:
-        self._states = list(states)
+
+class Manager:
+    """A tokenizer manager whose schedulers give those answers, one after the other."""
+
+    def __init__(self, *answers: Answers) -> None:
+        self._answers = list(answers)
 
     def auto_create_handle_loop(self) -> None: ...
 
     async def get_internal_state_communicator(self, request: Any) -> list[Any]:
-        state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
-        return [SimpleNamespace(internal_state=state)]
+        states = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        return [SimpleNamespace(internal_state={"ssd": state}) for state in states]
 
 
-def http_client(*states: dict[str, Any], **keys: str | None) -> TestClient:
+def http_client(*answers: Answers, **keys: str | None) -> TestClient:
     app = FastAPI()
     add_api_key_middleware(app, **{"api_key": None, "admin_api_key": None, **keys})
-    http_routes._add_to(app, Manager(*states))  # type: ignore[arg-type]
+    http_routes._add_to(app, Manager(*answers))  # type: ignore[arg-type]
     return TestClient(app)
 
 
-def reload_state(state: str, number: int) -> dict[str, Any]:
-    return {"ssd": {"state": "ready", "reload": {"state": state, "number": number}}}
+def replica(state: str, number: int = 1, *, dp_rank: int = 0, error: str = "") -> dict[str, Any]:
+    """One whose reload is in that state."""
+    reload = {"state": state, "number": number, "error": error}
+    return {"dp_rank": dp_rank, "state": "ready", "reload": reload}
 
 
-LOADING = reload_state("loading", 1)
-REFUSED: dict[str, tuple[tuple[dict[str, Any], ...], float, int, str]] = {
-    "off": (({},), 15.0, 400, "this server has no drafter"),
+def test_replicas_are_shown_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when nobody can tell whose state is whose, with a drafter or without."""
+    monkeypatch.setattr(hooks, "_client", client_of(None))
+    assert ssd_state()["dp_rank"] == 0
+    answers = [ssd_state(dp_rank) for dp_rank in (2, 0, 1)]
+    shown = http_client(answers).get("/ssd/status").json()["replicas"]
+    assert [state["dp_rank"] for state in shown] == [0, 1, 2]
+    monkeypatch.setattr(hooks, "_client", None)
+    assert ssd_state(1) == {"dp_rank": 1, **hooks.NO_DRAFTER}
+
+
+LOADING = replica("loading")
+OFF = {"dp_rank": 0, **hooks.NO_DRAFTER}
+FAILED: dict[str, tuple[tuple[Answers, ...], int, str]] = {
+    "off": (([OFF],), 400, "this server has no drafter"),
     "overtaken": (
-        (LOADING, reload_state("loading", 2)),
-        15.0,
+        ([LOADING], [replica("loading", 2)]),
         409,
         "another reload took its place; /ssd/status tells how that goes on",
-    ),
-    "late": (
-        (LOADING,),
-        -1e9,
-        504,
-        "the drafter is still loading; /ssd/status tells how it goes on",
     ),
 }
 
 
-@pytest.mark.parametrize(("states", "exchange_s", "code", "says"), REFUSED.values(), ids=REFUSED)
-def test_a_reload_that_comes_to_nothing(
-    states: tuple[dict[str, Any], ...],
-    exchange_s: float,
-    code: int,
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("answers", "code", "says"), FAILED.values(), ids=FAILED)
+def test_a_reload_that_fails(
+    answers: tuple[Answers, ...], code: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red when an asker hears nothing, or of the reload of another."""
-    monkeypatch.setattr(http_routes, "_EXCHANGE_S", exchange_s)
-    answer = http_client(*states).post("/ssd/reload_drafter")
+    monkeypatch.setattr(http_routes, "_POLL_S", 0.0)
+    answer = http_client(*answers).post("/ssd/reload_drafter")
     assert (answer.status_code, answer.json()) == (code, {"error": {"message": says}})
+
+
+LATE: dict[str, tuple[Answers, int, str]] = {
+    "all": ([LOADING], 504, "the drafter is still loading; /ssd/status tells how it goes on"),
+}
+
+
+@pytest.mark.parametrize(("answer", "code", "says"), LATE.values(), ids=LATE)
+def test_a_reload_that_takes_too_long(
+    answer: Answers, code: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when an asker waits for ever."""
+    monkeypatch.setattr(http_routes, "_EXCHANGE_S", -1e9)
+    told = http_client(answer).post("/ssd/reload_drafter")
+    assert (told.status_code, told.json()) == (code, {"error": {"message": says}})
 
 
 @pytest.mark.parametrize(
@@ -129,7 +164,7 @@ def test_a_reload_that_comes_to_nothing(
 )
 def test_the_key_of_a_reload(keys: dict[str, str], opens: list[str | None]) -> None:
     """Red when anybody may exchange the drafter of a server with keys, or its owner may not."""
-    client = http_client(reload_state("done", 1), **keys)
+    client = http_client([replica("done")], **keys)
     for key in (None, "client", "admin", "other"):
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         answer = client.post("/ssd/reload_drafter", headers=headers)

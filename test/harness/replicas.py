@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 
 from harness.drafter_faults import status
-from harness.server import Server, endpoint_of
+from harness.server import Server
 
 NUM_REPLICAS = 2
 FLAGS = (
@@ -18,33 +18,25 @@ FLAGS = (
 
 
 class Replica:
-    """One of them, with a drafter of its own.
+    """One of them, with a drafter of its own."""
 
-    The states of replicas come in the order in which they answer, and say which is whose by the
-    drafter's pid alone; a drafter that is started again has the endpoint of the one before.
-    """
-
-    def __init__(self, server: Server, drafter: psutil.Process) -> None:
+    def __init__(self, server: Server, dp_rank: int) -> None:
         self.spec, self.url = server.spec, server.url
-        self.endpoint = endpoint_of(drafter)
         self._server = server
-        self._pids = {drafter.pid}
+        self._dp_rank = dp_rank
 
     def drafter_process(self) -> psutil.Process:
-        (process,) = self._drafters()
+        """The one that serves it now; fails while there is none."""
+        pid = self.ssd()["drafter_pid"]
+        (process,) = [p for p in self._server.drafter_processes() if p.pid == pid]
         return process
 
     def ssd(self) -> dict[str, Any]:
         """The drafter's state and counters as /ssd/status shows them."""
-        states: list[dict[str, Any]] = status(self._server)["replicas"]
-        self._pids |= {process.pid for process in self._drafters()}
-        (state,) = [state for state in states if state["drafter_pid"] in self._pids]
+        state: dict[str, Any] = status(self._server)["replicas"][self._dp_rank]
+        assert state["dp_rank"] == self._dp_rank
         return state
-
-    def _drafters(self) -> list[psutil.Process]:
-        """One, or none while another is on its way."""
-        return [p for p in self._server.drafter_processes() if endpoint_of(p) == self.endpoint]
 
 
 def replicas_of(server: Server) -> list[Replica]:
-    return [Replica(server, drafter) for drafter in server.drafter_processes()]
+    return [Replica(server, dp_rank) for dp_rank in range(NUM_REPLICAS)]

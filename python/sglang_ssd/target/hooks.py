@@ -50,6 +50,9 @@ _asked_reload: Reload | None = None
 _metric_labels: dict[str, str] | None = None
 """SGLang's own labels of this scheduler; None without --enable-metrics."""
 
+NO_DRAFTER = {"state": "off", "reload": {"state": "failed", "error": "this server has no drafter"}}
+"""The state with --ssd-mode off."""
+
 
 def register_hooks() -> None:
     """Register every hook of this module; called once per process by the plugin."""
@@ -173,14 +176,20 @@ def close_released_request(result: None, req: Any, *args: Any, **kwargs: Any) ->
 
 
 def add_ssd_state(result: None, controller: Any, state: dict[str, Any]) -> None:
-    """/server_info and Engine.get_server_info() show the drafter's state under "ssd"."""
+    """/server_info and Engine.get_server_info() show under "ssd" whose state it is, and that."""
+    if is_ssd():
+        state["ssd"] = {"dp_rank": _dp_rank(), **_ssd_state()}
+
+
+def _ssd_state() -> dict[str, Any]:
     if _client is None:
-        return
+        return NO_DRAFTER
     _client.look()
     _client.request_status()  # notices if nobody is there
-    state["ssd"] = {**summarize(_client.stats), **drafter_state(_client, _drafter)}
+    state = {**summarize(_client.stats), **drafter_state(_client, _drafter)}
     if _asked_reload is not None:
-        state["ssd"]["reload"] = msgspec.to_builtins(_asked_reload)
+        state["reload"] = msgspec.to_builtins(_asked_reload)
+    return state
 
 
 def reload_if_asked(controller: Any, recv_req: Any) -> None:

@@ -2,7 +2,7 @@
 
 They run in the HTTP process; the drafter belongs to a scheduler process. A GetInternalStateReq of
 SGLang carries the question there and the state back, for every replica; a reload travels as its
-`rid`, the one text that the message has.
+`rid`, the one text that the message has. The answers come in any order and say whose they are.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ RELOAD_PREFIX = "ssd-reload:"
 
 STATES = ("ready", "off", "degraded", "starting", "restarting", "dead", "refused")
 """States of a drafter, best first; a server of several replicas is in the worst of theirs."""
-
-NO_DRAFTER = {"state": "off", "reload": {"state": "failed", "error": "this server has no drafter"}}
 
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _POLL_S = 0.5
@@ -99,10 +97,11 @@ def _reload_errors(replicas: list[dict[str, Any]]) -> list[str]:
 
 
 async def _ask(manager: Any, rid: str | None = None) -> list[dict[str, Any]]:
-    """The drafter's state in every replica."""
+    """The drafter's state in every replica, by dp_rank."""
     manager.auto_create_handle_loop()
     answers = await manager.get_internal_state_communicator(GetInternalStateReq(rid=rid))
-    return [answer.internal_state.get("ssd", NO_DRAFTER) for answer in answers]
+    states = [answer.internal_state["ssd"] for answer in answers]
+    return sorted(states, key=lambda state: state["dp_rank"])
 
 
 def _answer(status: int, message: str) -> JSONResponse:
