@@ -161,12 +161,12 @@ def test_every_replica_exchanges_its_drafter(
     server: Server, target: Path, reference: Reference
 ) -> None:
     """Red when a reload reaches one replica alone or is answered before the others serve, when the
-    present model is not that of each, or when each replica's reason is told."""
+    present model is not that of each, or a reason that all have is told for each."""
     replicas = replicas_of(server)
     before = [replica.ssd() for replica in replicas]
     missing = reload(server, model_path="/no/such/model")
     assert missing.status_code == 400
-    reason = "draft model: /no/such/model is missing"
+    reason = "dp_rank 0, 1: draft model: /no/such/model is missing"
     assert missing.json() == {"error": {"message": reason}}
     cases = long_requests(server, 4)
     pids = {replica.ssd()["drafter_pid"] for replica in replicas}

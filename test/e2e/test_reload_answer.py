@@ -117,6 +117,7 @@ def test_replicas_are_shown_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LOADING = replica("loading")
+GONE = "draft model: /gone is missing"
 OFF = {"dp_rank": 0, **hooks.NO_DRAFTER}
 FAILED: dict[str, tuple[tuple[Answers, ...], int, str]] = {
     "off": (([OFF],), 400, "this server has no drafter"),
@@ -125,6 +126,28 @@ FAILED: dict[str, tuple[tuple[Answers, ...], int, str]] = {
         409,
         "another reload took its place; /ssd/status tells how that goes on",
     ),
+    "everywhere": (
+        ([replica("failed", dp_rank=rank, error=GONE) for rank in (1, 0)],),
+        400,
+        f"dp_rank 0, 1: {GONE}",
+    ),
+    "in one replica, before the other serves": (
+        (
+            [replica("loading", dp_rank=1), LOADING],
+            [LOADING, replica("failed", dp_rank=1, error="killed")],
+            [replica("failed", dp_rank=1, error="killed"), replica("done")],
+        ),
+        400,
+        "dp_rank 1: killed; dp_rank 0: serves the new model",
+    ),
+    "refused by one replica, whose state tells of the reload before": (
+        (
+            [LOADING, replica("failed", 2, dp_rank=1, error=GONE)],
+            [replica("done"), replica("done", 1, dp_rank=1)],
+        ),
+        400,
+        f"dp_rank 1: {GONE}; dp_rank 0: serves the new model",
+    ),
 }
 
 
@@ -132,7 +155,8 @@ FAILED: dict[str, tuple[tuple[Answers, ...], int, str]] = {
 def test_a_reload_that_fails(
     answers: tuple[Answers, ...], code: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Red when an asker hears nothing, or of the reload of another."""
+    """Red when an asker hears nothing, of the reload of another, or before every replica is done,
+    or cannot tell which replicas are."""
     monkeypatch.setattr(http_routes, "_POLL_S", 0.0)
     answer = http_client(*answers).post("/ssd/reload_drafter")
     assert (answer.status_code, answer.json()) == (code, {"error": {"message": says}})
@@ -140,6 +164,11 @@ def test_a_reload_that_fails(
 
 LATE: dict[str, tuple[Answers, int, str]] = {
     "all": ([LOADING], 504, "the drafter is still loading; /ssd/status tells how it goes on"),
+    "one, and another failed": (
+        [LOADING, replica("failed", dp_rank=1, error=GONE)],
+        400,
+        f"dp_rank 1: {GONE}; dp_rank 0: is still loading it",
+    ),
 }
 
 
@@ -147,7 +176,7 @@ LATE: dict[str, tuple[Answers, int, str]] = {
 def test_a_reload_that_takes_too_long(
     answer: Answers, code: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Red when an asker waits for ever."""
+    """Red when an asker waits for ever, or a failure is hidden behind what is late."""
     monkeypatch.setattr(http_routes, "_EXCHANGE_S", -1e9)
     told = http_client(answer).post("/ssd/reload_drafter")
     assert (told.status_code, told.json()) == (code, {"error": {"message": says}})

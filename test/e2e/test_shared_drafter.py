@@ -200,6 +200,7 @@ def test_the_replicas_of_a_server_share_it(
     refused = reload(server)
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == (
-        "the drafter was not started by this server: start another one at its endpoint"
+        "dp_rank 0, 1: the drafter was not started by this server: start another one at its "
+        "endpoint"
     )
     assert_is_theirs(drafter, server)

@@ -251,8 +251,9 @@ def test_a_reload_knows_when_another_took_its_place() -> None:
     def replicas(*numbers: int) -> list[dict[str, Any]]:
         return [{"reload": {"state": "loading", "number": number}} for number in numbers]
 
-    assert not is_superseded(replicas(1, 2), replicas(2, 1))
+    assert not is_superseded(replicas(1, 2), replicas(1, 2))
     assert is_superseded(replicas(1, 1), replicas(1, 2))
+    assert is_superseded(replicas(1, 2), replicas(2, 2))
     assert not is_superseded([{"reload": {"state": "none"}}], [{"reload": {"state": "none"}}])
 
 

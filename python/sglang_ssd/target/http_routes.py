@@ -20,7 +20,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_ssd.config import load_config
 from sglang_ssd.target.algorithm import is_ssd
-from sglang_ssd.target.reload import ReloadRequest, is_superseded
+from sglang_ssd.target.reload import ReloadRequest, failure_text, is_superseded, outcomes
 
 RELOAD_PREFIX = "ssd-reload:"
 """Begins the rid of a GetInternalStateReq that asks for a reload; ReloadRequest as JSON follows."""
@@ -66,34 +66,28 @@ def overview(replicas: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _reload(manager: Any, body: bytes) -> JSONResponse:
-    """Answers when the new drafter serves, or when it is known that it will not."""
+    """Answers when it is known of every replica whether the new drafter serves."""
     try:
         request = msgspec.json.decode(body or b"{}", type=ReloadRequest)
     except msgspec.MsgspecError as error:
         return _answer(400, f"body of /ssd/reload_drafter: {error}; known are model_path, revision")
-    replicas = await _ask(manager, RELOAD_PREFIX + msgspec.json.encode(request).decode())
-    answers = replicas
+    asked = await _ask(manager, RELOAD_PREFIX + msgspec.json.encode(request).decode())
+    replicas = asked
     deadline = time.monotonic() + load_config().start_timeout_s + _EXCHANGE_S
-    while not (errors := _reload_errors(replicas)) and _is_loading(replicas):
-        if time.monotonic() > deadline:
-            return _answer(504, "the drafter is still loading; /ssd/status tells how it goes on")
+    while _any_reload(replicas, "loading") and time.monotonic() <= deadline:
         await asyncio.sleep(_POLL_S)
-        replicas = await _ask(manager)
-        if is_superseded(answers, replicas):
+        replicas = outcomes(asked, await _ask(manager))
+        if is_superseded(asked, replicas):
             return _answer(409, "another reload took its place; /ssd/status tells how that goes on")
-    if errors:
-        return _answer(400, "; ".join(errors))
+    if _any_reload(replicas, "failed"):
+        return _answer(400, failure_text(replicas))
+    if _any_reload(replicas, "loading"):
+        return _answer(504, "the drafter is still loading; /ssd/status tells how it goes on")
     return JSONResponse(overview(replicas))
 
 
-def _is_loading(replicas: list[dict[str, Any]]) -> bool:
-    return any(replica["reload"]["state"] == "loading" for replica in replicas)
-
-
-def _reload_errors(replicas: list[dict[str, Any]]) -> list[str]:
-    """Reasons of the replicas that did not take the model, each once."""
-    reloads = [replica["reload"] for replica in replicas]
-    return list(dict.fromkeys(one["error"] for one in reloads if one["state"] == "failed"))
+def _any_reload(replicas: list[dict[str, Any]], state: str) -> bool:
+    return any(replica["reload"]["state"] == state for replica in replicas)
 
 
 async def _ask(manager: Any, rid: str | None = None) -> list[dict[str, Any]]:
