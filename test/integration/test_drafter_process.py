@@ -285,6 +285,20 @@ def test_a_log_that_nobody_reads_is_read_on(monkeypatch: pytest.MonkeyPatch) -> 
     assert "exit code 0" in (handle.exit_reason() or "")
 
 
+def test_the_log_of_a_killed_drafter_is_no_reason() -> None:
+    """Red when whoever looks for a kill is shown what was logged before it instead."""
+    said = "print('said long ago', flush=True); import time; time.sleep(60)"
+    handle = DrafterHandle(
+        subprocess.Popen([sys.executable, "-c", said], stdout=subprocess.PIPE, text=True)
+    )
+    deadline = time.monotonic() + 60
+    while not handle._tail and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(handle.pid, signal.SIGKILL)
+    handle.stop()
+    assert handle.exit_reason() == f"the drafter process {handle.pid} ended with signal 9"
+
+
 def test_a_swept_socket_folder_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -246,16 +247,20 @@ class DrafterHandle:
         return self._process.poll() is None
 
     def exit_reason(self) -> str | None:
-        """None while it lives; afterwards how it ended and the last lines it logged."""
+        """None while it lives; afterwards how it ended and the last lines it logged, which say
+        nothing of a SIGKILL."""
         code = self._process.poll()
         if code is None:
             return None
         self._reader.join(timeout=1.0)
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        ended = f"the drafter process {self.pid} ended with {how}"
+        if code == -signal.SIGKILL:
+            return ended
         lines = list(self._tail)
         said = [index for index, line in enumerate(lines) if FAILURE in line]
         lines = lines[said[-1] :] if said else lines[-_REASON_LINES:]
-        return f"the drafter process {self.pid} ended with {how}: " + "\n".join(lines)
+        return f"{ended}: " + "\n".join(lines)
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """End it, politely, then not; harmless when it is gone already."""

@@ -228,7 +228,7 @@ class DrafterSupervisor:
         if self._ready_at is not None and self._clock() - self._ready_at >= self._pace.healthy_s:
             self._delay_s = self._pace.delay_s
         # The one warning is the client's, who knows whether requests are affected.
-        logger.info("SSD: %s; another starts in %.1f s", self.last_error, self._delay_s)
+        logger.info("SSD: another drafter starts in %.1f s; %s", self._delay_s, self.last_error)
         self._pause(self._delay_s)
         self._delay_s = min(2 * self._delay_s, self._pace.delay_max_s)
 
