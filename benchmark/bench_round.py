@@ -236,7 +236,7 @@ def times_from_trace(spans: Sequence[Span], batch_size: int) -> Times:
     def medians(process: str, name: str, requests: str, size: str) -> dict[int, float]:
         found: dict[int, list[float]] = defaultdict(list)
         for span in select(spans, process, name):
-            if span.args[requests] == batch_size:
+            if span.args[requests] == batch_size and not span.args.get("prefill_tokens"):
                 found[int(str(span.args[size]))].append(span.duration)
         return {
             key: round(statistics.median(values), 2)

@@ -28,7 +28,8 @@ DECODE = "decode"
 FEED = "feed"
 PREFILL_SLICE = "prefill slice"
 DRAFTING = (BRANCH_STEP, DECODE, FEED)
-"""The drafter's forwards of a round; slices of a prompt belong to none."""
+"""The drafter's forwards of a round, with what they take along of prompts; one that only reads a
+slice of prompts belongs to none."""
 
 
 class Span(msgspec.Struct, frozen=True):

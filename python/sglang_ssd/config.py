@@ -204,7 +204,11 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         _help("Longest sequence drafted for. Left out: that of the draft model."),
     ] = None
     prefill_slice_tokens: Annotated[
-        PositiveInt, _help("Most tokens of a drafter forward that reads a slice of a prompt.")
+        PositiveInt,
+        _help(
+            "Most tokens of a drafter forward that reads a slice of a prompt, those of other "
+            "requests counted; up to 8 of the prompt are read in any case."
+        ),
     ] = 256
 
     target_cores: Annotated[
@@ -225,7 +229,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         str | None,
         _help(
             "Write a timeline of target and drafter to this file (Perfetto JSON). One that is "
-            "there already is overwritten. With --dp-size, FILE.json is FILE.dp0.json, "
+            "there already is overwritten. With --dp-size above 1, FILE.json is FILE.dp0.json, "
             "FILE.dp1.json and so on, one for each replica."
         ),
     ] = None

@@ -3,7 +3,7 @@
 A target begins the file anew before its drafter starts; then every process appends its own events:
 CLOCK_MONOTONIC is one clock for all processes of a machine, whole lines are written with O_APPEND,
 and the format lets the closing bracket be absent. Data-parallel replicas start when they please, so
-that each has a file of its own.
+each has a file of its own.
 """
 
 from __future__ import annotations

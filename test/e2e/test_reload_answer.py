@@ -113,7 +113,8 @@ def test_replicas_are_shown_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = http_client(answers).get("/ssd/status").json()["replicas"]
     assert [state["dp_rank"] for state in shown] == [0, 1, 2]
     monkeypatch.setattr(hooks, "_client", None)
-    assert ssd_state(1) == {"dp_rank": 1, **hooks.NO_DRAFTER}
+    no_reload = {"state": "failed", "error": "this server has no drafter"}
+    assert ssd_state(1) == {"dp_rank": 1, "state": "off", "reload": no_reload}
 
 
 LOADING = replica("loading")

@@ -125,8 +125,8 @@ def test_a_prompt_is_prefilled_in_slices_while_others_are_served() -> None:
     ("second", "counts"),
     [
         (20, [1 + 40, 1 + 20, 1, 1]),
-        (40, [1 + 40, 1, 1 + 40, 1]),
-        (300, [1 + 40, 1, 1, 1]),
+        (40, [1 + 40, 1 + 40, 1, 1]),
+        (300, [1 + 40, 1 + 40, 1, 1]),
     ],
 )
 def test_prompts_are_read_beside_the_decodes_of_others(second: int, counts: list[int]) -> None:

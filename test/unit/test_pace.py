@@ -1,4 +1,4 @@
-"""A prefill slice beside served rounds is as long as their forwards, whatever the device."""
+"""A forward with a prefill slice takes twice what others do at most, whatever the device."""
 
 from __future__ import annotations
 
@@ -28,6 +28,18 @@ def test_tokens_of_others_in_the_forward_leave_room_for_fewer() -> None:
     assert pace.slice_tokens(256, beside=10) == 30
     assert pace.slice_tokens(256, beside=100) == 8, "never nothing"
     assert pace.slice_tokens(1, beside=100) == 1
+
+
+def test_a_short_prompt_says_little_of_what_a_token_costs() -> None:
+    """Red when every forward counts alike: one of 7 tokens takes as long as one of 30."""
+    pace = Pace()
+    pace.note_forward(0.1)
+    for _ in range(20):
+        pace.note_slice(num_tokens=100, seconds=0.5)
+    before = pace.slice_tokens(256)
+    pace.note_slice(num_tokens=7, seconds=0.1)
+    assert before == 40
+    assert pace.slice_tokens(256) >= 38
 
 
 def test_it_follows_a_change_and_never_stands_still() -> None:

@@ -51,11 +51,17 @@ class Drafting:
         self.stats = DraftingStats()
 
     def feed_lines(
-        self, seqs: Sequence[DraftedSequence], counts: Sequence[int], *, name: str
+        self,
+        seqs: Sequence[DraftedSequence],
+        counts: Sequence[int],
+        *,
+        name: str,
+        prefill_tokens: int,
     ) -> float:
         """Feed the next counts[i] unfed tokens of each line; grow it while drafts are wanted.
 
-        Returns the seconds that the forward took.
+        name and prefill_tokens, those of a prefill slice, are for the trace. Returns the seconds
+        that the forward took.
         """
         new_slots = [self._table.slots_for(count) for count in counts]
         rows = [_extend_row(seq, slots) for seq, slots in zip(seqs, new_slots, strict=True)]
@@ -75,7 +81,9 @@ class Drafting:
             positions=[len(seq.cache.tokens) - 1 for seq in lines],
             width=max((seq.limits.line_width for seq in lines), default=0),
         )
-        seconds = self._note(name, started, rows=len(seqs), tokens=sum(counts))
+        seconds = self._note(
+            name, started, rows=len(seqs), tokens=sum(counts), prefill_tokens=prefill_tokens
+        )
         candidates: dict[int, IntArray] = dict(zip(complete, ranked, strict=True))
         for i, (seq, slots) in enumerate(zip(seqs, new_slots, strict=True)):
             if self._table.holds(seq):

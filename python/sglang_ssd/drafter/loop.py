@@ -4,21 +4,19 @@
                  answered at once, whatever becomes of the others
     decode       rows that are owed drafts (missed, or hit before the branch was finished): one
                  batched single-token forward per loop step, answered once they have their drafts
-    feed         the bonus of rows that are owed no drafts (backup none), short prompts; these go
-                 along with a decode
+    feed         the bonus of rows that are owed no drafts (backup none), and short prompts
     build        num_steps + 1 passes over the tree, batched over all sequences; the first feeds the
                  chain's last draft too, whose logits rank the guesses of position K
     prefill      one slice of the prompts that are waiting
 
 One forward per loop step and the socket is polled in between, so an outcome that arrives in the
 middle of a build is seen after the pass in flight: the losers are freed, the winner is finished
-alone. Forwards for rows that a target is waiting for come first: then a slice comes after
-num_steps + 1 other forwards, and after one if it ends a prompt. While nobody waits, slices and
-other forwards take turns, for a branch that is missing costs a row one round's drafts and a prompt
-that is not read costs it all of them. A slice goes along with a decode or a feed if there is one,
-for a small forward hardly takes longer with more tokens; it is as long as pace.py allows. In mode
-sync the target waits for a prompt too, and hears after every slice that it is being read. Nothing
-here blocks for longer than one forward, except an idle drafter, which sleeps in the poll.
+alone. Forwards for rows that a target is waiting for come first. With one of them goes what reads a
+prompt to its end, and after num_steps + 1 other forwards a part of a long one. While nobody waits,
+slices and other forwards take turns, for a branch that is missing costs a row one round's drafts
+and a prompt that is not read costs it all of them. What a slice costs is measured (pace.py). In
+mode sync the target waits for a prompt too, and hears after every slice that it is being read.
+Nothing here blocks for longer than one forward, except an idle drafter, which sleeps in the poll.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, assert_never
+from typing import assert_never
 
 import msgspec
 
@@ -73,11 +71,20 @@ class LoopStats(msgspec.Struct):
     stale_commits: int = 0
 
 
-class Piece(NamedTuple):
-    """What one forward feeds of a line: its next num_tokens tokens."""
+class FeedRow(msgspec.Struct, frozen=True):
+    """What one forward feeds of a sequence: its next num_tokens unfed tokens."""
 
     seq: DraftedSequence
     num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """Nothing is unfed then."""
+        return self.num_tokens == self.seq.num_unfed
+
+
+def _whole(seqs: list[DraftedSequence]) -> list[FeedRow]:
+    return [FeedRow(seq, seq.num_unfed) for seq in seqs]
 
 
 class DraftLoop:
@@ -352,51 +359,55 @@ class DraftLoop:
         """The most urgent forward, or None. The order is the module docstring's."""
         prompts = [seq for seq in self.table if seq.is_far_behind]
         others = [seq for seq in self.table if not seq.is_far_behind]
-        is_owed = any(seq.round_id is not None for seq in others)
-        lines = [
-            Piece(seq, seq.num_unfed)
-            for seq in others
-            if seq.round_id is not None or seq.wants_feed
-        ]
-        prefill = self._next_slice(prompts, beside=sum(line.num_tokens for line in lines))
-        is_due = bool(prefill) and self._is_due(prefill[0], is_owed=is_owed)
-        if lines:
-            name = "decode" if is_owed else "feed"
-            return partial(self._feed, lines, prefill if is_due else [], name=name)
+        owed = [seq for seq in others if seq.round_id is not None]
+        behind = [seq for seq in others if seq.round_id is None and seq.wants_feed]
+        if owed:
+            rows = _whole(owed)
+            prefill = self._due_slice([*behind, *prompts], beside=rows)
+            return partial(self._feed, rows, prefill, name="decode")
+        rows = _whole(behind)
+        prefill = self._next_slice(prompts, beside=rows)
+        is_turn = self._forwards_since_slice >= 1
+        if rows:
+            return partial(self._feed, rows, prefill if is_turn else [], name="feed")
         building = [seq for seq in others if seq.wants_branches]
-        if building and not is_due:
+        if building and not (prefill and is_turn):
             return partial(self._build, building)
         return partial(self._feed, [], prefill, name="prefill slice") if prefill else None
 
-    def _next_slice(self, prompts: list[DraftedSequence], *, beside: int) -> list[Piece]:
-        """The first prompts' next tokens, fewer of them while others are served."""
+    def _due_slice(self, seqs: list[DraftedSequence], *, beside: list[FeedRow]) -> list[FeedRow]:
+        """What goes along with a decode: what reads a prompt to its end, now and then a part."""
+        passed = self._forwards_since_slice
+        prefill = self._next_slice(seqs, beside=beside)
+        return [row for row in prefill if row.is_last or passed > row.seq.limits.num_steps]
+
+    def _next_slice(self, seqs: list[DraftedSequence], *, beside: list[FeedRow]) -> list[FeedRow]:
+        """The first ones' next tokens, fewer of them while others are served."""
         room = self._config.prefill_slice_tokens
-        if len(prompts) < self.table.num_live:
-            room = self._pace.slice_tokens(room, beside=beside)
-        pieces: list[Piece] = []
-        for seq in prompts:
+        if len(seqs) < self.table.num_live:
+            room = self._pace.slice_tokens(room, beside=sum(row.num_tokens for row in beside))
+        rows: list[FeedRow] = []
+        for seq in seqs:
             if room > 0:
-                pieces.append(Piece(seq, min(room, seq.num_unfed)))
-                room -= pieces[-1].num_tokens
-        return pieces
+                rows.append(FeedRow(seq, min(room, seq.num_unfed)))
+                room -= rows[-1].num_tokens
+        return rows
 
-    def _is_due(self, first: Piece, *, is_owed: bool) -> bool:
-        """Whether the slice that begins with `first` has let enough other forwards pass."""
-        is_last = first.num_tokens == first.seq.num_unfed
-        pause = first.seq.limits.num_steps + 1 if is_owed and not is_last else 1
-        return self._forwards_since_slice >= pause
-
-    def _feed(self, lines: list[Piece], prefill: list[Piece], *, name: str) -> None:
+    def _feed(self, lines: list[FeedRow], prefill: list[FeedRow], *, name: str) -> None:
         """All unfed tokens of some lines and a slice of the prompts, in one forward."""
-        seqs = [piece.seq for piece in (*lines, *prefill)]
-        counts = [piece.num_tokens for piece in (*lines, *prefill)]
-        seconds = self._drafting.feed_lines(seqs, counts, name=name)
+        rows = [*lines, *prefill]
+        counts = [row.num_tokens for row in rows]
+        prefill_tokens = sum(row.num_tokens for row in prefill)
+        goes_along = bool(lines) and all(row.is_last for row in prefill)
+        seconds = self._drafting.feed_lines(
+            [row.seq for row in rows], counts, name=name, prefill_tokens=prefill_tokens
+        )
+        self._forwards_since_slice = self._forwards_since_slice + 1 if goes_along else 0
         self._drafting.stats.jit_steps += name == "decode"
+        self._drafting.stats.prefill_tokens += prefill_tokens
         if not prefill:
-            self._note_forward(seconds)
+            self._pace.note_forward(seconds)
             return
-        self._forwards_since_slice = 0
-        self._drafting.stats.prefill_tokens += sum(piece.num_tokens for piece in prefill)
         self._pace.note_slice(num_tokens=sum(counts), seconds=seconds)
         for seq in self.table:
             if seq.round_id is not None and seq.is_far_behind:
@@ -406,11 +417,8 @@ class DraftLoop:
         for seq in seqs:
             if not seq.cache.has_tree:
                 seq.cache.start_branches(seq.limits.fan_out)
-        self._note_forward(self._drafting.step_branches(seqs))
-
-    def _note_forward(self, seconds: float) -> None:
+        self._pace.note_forward(self._drafting.step_branches(seqs))
         self._forwards_since_slice += 1
-        self._pace.note_forward(seconds)
 
     # Time ---------------------------------------------------------------------------------------
 

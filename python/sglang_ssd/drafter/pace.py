@@ -7,7 +7,7 @@ Both are measured.
 
 from __future__ import annotations
 
-_MEMORY = 0.9  # weight of the past in the running means
+_MEMORY = 0.9  # of one forward to the next
 _FORWARDS_PER_SLICE = 2.0
 _LEAST_TOKENS = 8
 
@@ -16,14 +16,18 @@ class Pace:
     """Running means: seconds of a token in forwards with a slice, and of any other forward."""
 
     def __init__(self) -> None:
-        self._token_s = 0.0
+        self._slice_s = 0.0  # fading sums: a forward of few tokens counts for little
+        self._slice_tokens = 0.0
         self._forward_s = 0.0
 
     def note_slice(self, *, num_tokens: int, seconds: float) -> None:
-        self._token_s = _mean(self._token_s, seconds / num_tokens)
+        self._slice_s = _MEMORY * self._slice_s + seconds
+        self._slice_tokens = _MEMORY * self._slice_tokens + num_tokens
 
     def note_forward(self, seconds: float) -> None:
-        self._forward_s = _mean(self._forward_s, seconds)
+        if self._forward_s:
+            seconds = _MEMORY * self._forward_s + (1 - _MEMORY) * seconds
+        self._forward_s = seconds
 
     def slice_tokens(self, most: int, *, beside: int = 0) -> int:
         """What fits beside others' tokens into a forward of `most`; a few in any case.
@@ -31,10 +35,7 @@ class Pace:
         Once both costs are known, no more than what takes as long as allowed.
         """
         fitting = most
-        if self._token_s and self._forward_s:
-            fitting = min(most, int(_FORWARDS_PER_SLICE * self._forward_s / self._token_s))
+        if self._slice_s and self._forward_s:
+            allowed_s = _FORWARDS_PER_SLICE * self._forward_s
+            fitting = min(most, int(allowed_s * self._slice_tokens / self._slice_s))
         return max(min(most, _LEAST_TOKENS), fitting - beside)
-
-
-def _mean(past: float, new: float) -> float:
-    return _MEMORY * past + (1 - _MEMORY) * new if past else new

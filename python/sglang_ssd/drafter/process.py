@@ -247,18 +247,18 @@ class DrafterHandle:
         return self._process.poll() is None
 
     def exit_reason(self) -> str | None:
-        """None while it lives; afterwards how it ended and the last lines it logged, which say
-        nothing of a SIGKILL."""
+        """None while it lives; afterwards how it ended and what it said of it, or else the last
+        lines that it logged, which tell nothing of a SIGKILL."""
         code = self._process.poll()
         if code is None:
             return None
         self._reader.join(timeout=1.0)
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         ended = f"the drafter process {self.pid} ended with {how}"
-        if code == -signal.SIGKILL:
-            return ended
         lines = list(self._tail)
         said = [index for index, line in enumerate(lines) if FAILURE in line]
+        if code == -signal.SIGKILL and not said:
+            return ended
         lines = lines[said[-1] :] if said else lines[-_REASON_LINES:]
         return f"{ended}: " + "\n".join(lines)
 

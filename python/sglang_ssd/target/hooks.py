@@ -176,7 +176,7 @@ def close_released_request(result: None, req: Any, *args: Any, **kwargs: Any) ->
 
 
 def add_ssd_state(result: None, controller: Any, state: dict[str, Any]) -> None:
-    """/server_info and Engine.get_server_info() show under "ssd" whose state it is, and that."""
+    """/server_info and Engine.get_server_info() show the drafter's state under "ssd"."""
     if is_ssd():
         state["ssd"] = {"dp_rank": _dp_rank(), **_ssd_state()}
 
