@@ -35,7 +35,7 @@ ALL = DrafterSettings(
     quantization="fp8",
     trust_remote_code=True,
     endpoint="ipc:///no/such/socket",
-    device="cpu",
+    device="cuda",
     dtype="float32",
     max_total_tokens=1000,
     max_sequences=3,
@@ -117,8 +117,8 @@ def test_a_missing_draft_model_names_the_flag() -> None:
     ("asked", "target", "expected"),
     [
         ("auto", "cuda", ("cuda", 3)),
-        ("auto", "cpu", ("cpu", 3)),
-        ("cpu", "cuda", ("cpu", 3)),
+        ("auto", "cpu", ("cpu", 0)),
+        ("cpu", "cuda", ("cpu", 0)),
         ("cuda", "cuda", ("cuda", 3)),
         ("cuda:1", "cuda", ("cuda", 1)),
         ("cuda:0", "cpu", ("cuda", 0)),
@@ -127,7 +127,8 @@ def test_a_missing_draft_model_names_the_flag() -> None:
 def test_the_drafter_is_where_it_is_to_be(
     asked: str, target: str, expected: tuple[str, int]
 ) -> None:
-    """Red when the index of --ssd-drafter-device is lost, or auto is not the target's kind."""
+    """Red when the index of --ssd-drafter-device is lost, or auto is not the target's kind, or the
+    drafter of a later replica asks SGLang for the cores of another rank than its only one."""
     config = SsdConfig(drafter_device=asked)
     settings = settings_for_target(Flags(), config, gpu_id=3, target_device=target)
     assert (settings.device, settings.gpu_id) == expected

@@ -201,12 +201,15 @@ def settings_for_target(
 def split_device(device: str, *, gpu_id: int) -> tuple[str, int]:
     """Kind and index of "cuda:N", which SGLang takes apart from each other; gpu_id without an N.
 
-    ValueError if it is none.
+    A CPU is 0, for SGLang counts cores by it: a target of several replicas or ranks has others.
+    ValueError if it is no device.
     """
     kind, colon, index = device.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (colon and (kind != "cuda" or not index.isdecimal())):
         allowed = ALLOWED_TEXTS["drafter_device"]
         raise ValueError(f"device {device!r}: must be {allowed}")
+    if kind == "cpu":
+        return kind, 0
     return kind, int(index) if index else gpu_id
 
 
