@@ -102,7 +102,9 @@ def test_cores_are_divided(server: Server) -> None:
     more are divided is also shown by test/unit/test_affinity.py.
     """
     log = server.log_text()
-    target_cores = re.findall(r"SSD: rank \d of \d on cores (\S+) with", log)
+    target_cores = re.findall(
+        r"^(?!\[drafter\]).*SSD: rank \d of \d on cores (\S+) with", log, re.M
+    )
     drafter_cores = re.findall(r"\[drafter\] .* runs on cores (\S+)", log)
     split = split_cores(SsdConfig(), tuple(sorted(os.sched_getaffinity(0))))
     for side, shown in ((split.target, target_cores), (split.drafter, drafter_cores)):
