@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from harness.drafter_faults import assert_drafts_again, wait_until_ready
 from harness.idle import assert_drained
 from harness.reference import Reference
 from harness.server import Server, ServerPool
+from harness.size import CI, Size
 
-NUM_FAULTS = 16
 NUM_KILLS = 12
 QUICK_RESTARTS = (
     ("restart_delay_s", 0.1),
@@ -30,11 +31,11 @@ QUICK_RESTARTS = (
     "is_timed",
     [
         pytest.param(False, id="two-minutes"),
-        pytest.param(True, id="timed", marks=pytest.mark.slow),
+        pytest.param(True, id="timed", marks=[pytest.mark.slow, pytest.mark.timeout(5400)]),
     ],
 )
 def test_faults_cost_speed_and_nothing_else(
-    is_timed: bool, target: Path, figures: dict[str, Any]
+    is_timed: bool, target: Path, size: Size, figures: dict[str, Any]
 ) -> None:
     """Red when a fault changes or loses an answer, keeps hits away, or leaves something behind.
 
@@ -42,11 +43,13 @@ def test_faults_cost_speed_and_nothing_else(
     machine.
     """
     num_cases = chaos.NUM_CASES if is_timed else chaos.IN_FLIGHT + 1
-    result = chaos.run(str(target), num_faults=NUM_FAULTS, seed=2, num_cases=num_cases)
+    num_faults = size.num_faults if is_timed else CI.num_faults
+    result = chaos.run(str(target), num_faults=num_faults, seed=2, num_cases=num_cases)
     figures.update(hit_share=result.hit_share, answers=result.num_answers, rows=result.rows)
+    figures["faults"] = dict(Counter(outcome.kind for outcome in result.outcomes))
     figures["longest_return_s"] = max(outcome.return_s for outcome in result.outcomes)
     assert result.failures() == []
-    assert len(result.outcomes) == NUM_FAULTS
+    assert len(result.outcomes) == num_faults
     assert {outcome.kind for outcome in result.outcomes} == set(chaos.WEIGHTS)
     if is_timed:
         assert result.slow_returns() == []

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import dill
+import msgspec
 import pytest
 import torch
 from sglang.srt.constrained.llguidance_backend import GuidanceGrammar
@@ -43,7 +44,7 @@ from sglang_ssd.target.draft_rule import draft_rule
 from sglang_ssd.target.plain_decode import can_roll_back, is_row_function, needs_plain_decode
 from sglang_ssd.target.refusals import SHOWN_CHARS, refusal_reasons
 from sglang_ssd.target.row_transforms import RowTransforms
-from sglang_ssd.wire.messages import MAX_RULE_TOKENS
+from sglang_ssd.wire.messages import MAX_RULE_TOKENS, DraftRule
 
 VOCAB = 300
 PARAMS: list[dict[str, Any]] = [
@@ -429,3 +430,12 @@ def test_the_drafter_is_told_what_fits() -> None:
     assert rule.stop_tokens == [0, 11, 12]
     sampled = draft_rule(Request({"temperature": 0.5}, []), seed=5)  # type: ignore[arg-type]
     assert (sampled.temperature, sampled.seed, sampled.stop_tokens) == (0.5, 5, [])
+
+
+@pytest.mark.parametrize(("asked", "told"), [(0, 0), (2.5, 3), (2**40, 2**31 - 1)])
+def test_a_least_length_of_any_size_is_told(asked: float, told: int) -> None:
+    """Red when the drafter cannot read a rule whose min_new_tokens SGLang takes."""
+    req = Request({"temperature": 0.0, "min_new_tokens": asked}, [])
+    rule = draft_rule(req, seed=5)  # type: ignore[arg-type]
+    assert rule.min_new_tokens == told
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(rule), type=DraftRule) == rule

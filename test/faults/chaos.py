@@ -76,6 +76,16 @@ WEIGHTS = {
 }
 """How often each kind is drawn; the share of kills, and one of each kind, is not left to chance."""
 
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"frequency_penalty": 0.3, "presence_penalty": 0.2, "min_new_tokens": 32},
+    {"temperature": 0.8, "top_k": 40},
+    {"regex": r"([a-z]{2,9} ){16,40}"},
+    {"temperature": 0.9, "min_p": 0.02, "frequency_penalty": 0.3, "logit_bias": {"198": -4.0}},
+    {"stop": ["\n\n"]},
+)
+"""What requests ask for, in turn: what a fault must not change has a state of its own in most."""
+
 
 class Fault(msgspec.Struct, frozen=True):
     kind: str
@@ -322,14 +332,19 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 def make_cases(model: str, num_cases: int = NUM_CASES) -> list[Request]:
-    """Greedy and sampled, of several lengths; seeds make the sampled ones the same every time."""
-    cases = []
-    for index, prompt in enumerate(load_prompts(model, num_cases)):
-        params: dict[str, Any] = {"max_new_tokens": 48 + 16 * (index % 3), "ignore_eos": True}
-        if index % 3 == 2:
-            params |= {"temperature": 0.8, "top_k": 40, "sampling_seed": index}
-        cases.append(Request(prompt.input_ids, params))
-    return cases
+    """Of several kinds and lengths; seeds make the sampled ones the same every time."""
+    return [
+        Request(
+            prompt.input_ids,
+            {
+                "max_new_tokens": 48 + 16 * (index % 3),
+                "ignore_eos": True,
+                "sampling_seed": index,
+                **ASKED[index % len(ASKED)],
+            },
+        )
+        for index, prompt in enumerate(load_prompts(model, num_cases))
+    ]
 
 
 class Leftovers(msgspec.Struct, frozen=True):

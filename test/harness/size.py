@@ -17,6 +17,9 @@ class Size(msgspec.Struct, frozen=True):
     num_law_draws: int  # per filter setting
     num_disconnects: int
     num_constrained: int
+    num_faults: int  # of a timed run of chaos
+    soak_minutes: float
+    num_frames: int  # of fuzzed wire, at each end
 
 
 CI = Size(
@@ -26,6 +29,9 @@ CI = Size(
     num_law_draws=200,
     num_disconnects=12,
     num_constrained=12,
+    num_faults=16,
+    soak_minutes=2.5,
+    num_frames=3000,
 )
 FULL = Size(
     num_prompts=40,
@@ -34,6 +40,9 @@ FULL = Size(
     num_law_draws=1500,
     num_disconnects=60,
     num_constrained=60,
+    num_faults=200,
+    soak_minutes=20.0,
+    num_frames=100_000,
 )
 
 

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from sglang_ssd.target.row_transforms import stop_tokens
-from sglang_ssd.wire.messages import MAX_RULE_TOKENS, DraftRule
+from sglang_ssd.wire.messages import MAX_COUNT, MAX_RULE_TOKENS, DraftRule
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -29,14 +29,15 @@ def draft_rule(req: Req, *, seed: int) -> DraftRule:
             "seed": seed,
         }
     bias = _strongest(params.logit_bias or {})
-    ends = sorted(stop_tokens(req)) if params.min_new_tokens > 0 else []
+    least = math.ceil(min(params.min_new_tokens, MAX_COUNT)) if params.min_new_tokens > 0 else 0
+    ends = sorted(stop_tokens(req)) if least > 0 else []
     return DraftRule(
         **sampling,
         prompt_len=len(req.origin_input_ids),
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
         repetition_penalty=params.repetition_penalty,
-        min_new_tokens=params.min_new_tokens,
+        min_new_tokens=least,
         stop_tokens=ends[:MAX_RULE_TOKENS],
         bias_tokens=list(bias),
         bias_values=list(bias.values()),

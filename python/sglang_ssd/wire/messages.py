@@ -19,12 +19,12 @@ import msgspec
 
 SCHEMA_VERSION = 7
 
-_MOST = (1 << 31) - 1  # sums of a few still fit a message
+MAX_COUNT = (1 << 31) - 1  # sums of a few still fit a message
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
-Length = Annotated[int, msgspec.Meta(ge=1, le=_MOST // 2)]  # with the ids behind it a Count
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Length = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT // 2)]  # with the ids behind it a Count
 Total = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)]
 
 MAX_RANK = 1023
 """Ranks from here on are told as this one, so that a target counts a bounded number of them."""
