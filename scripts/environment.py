@@ -383,16 +383,17 @@ def _ended_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the command with a sentence instead of a traceback."""
+    """Ctrl-C and SIGTERM end the command with a sentence and a shell's exit code for the signal."""
 
     def stop(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         Progress.close_line()
-        print("stopped; the same command goes on from here.", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
+        print("stopped; run the same command to go on.", file=sys.stderr, flush=True)
+        number = interrupt.args[0] if interrupt.args else signal.SIGINT
+        raise SystemExit(128 + number) from None

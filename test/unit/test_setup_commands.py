@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -235,3 +236,26 @@ def test_pytest_gets_the_lanes_unless_it_is_told_otherwise() -> None:
     assert run_tests.pytest_arguments(one) == [*one, *default]
     word = ["-k", "demo"]  # not a path, though a file has that name
     assert run_tests.pytest_arguments(word) == [*word, *default, *lanes]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_command_with_a_sentence_and_its_own_code(
+    number: signal.Signals, code: int
+) -> None:
+    """Red when a service manager takes its own SIGTERM for a Ctrl-C, or sees a traceback."""
+    waits = (
+        "from environment import interruptible\nwith interruptible():\n    print('up', flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{waits}\n    input()"],
+        cwd=ROOT / "scripts",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        assert command.stdout is not None and command.stderr is not None, "pipes"
+        command.stdout.readline()
+        command.send_signal(number)
+        assert command.wait(30) == code
+        assert command.stderr.read() == "stopped; run the same command to go on.\n"
