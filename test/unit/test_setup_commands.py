@@ -247,14 +247,15 @@ def test_a_signal_ends_a_command_with_a_sentence_and_its_own_code(
         "from environment import interruptible\nwith interruptible():\n    print('up', flush=True)"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", f"{waits}\n    input()"],
+        [sys.executable, "-c", waits],
         cwd=ROOT / "scripts",
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as command:
-        assert command.stdout is not None and command.stderr is not None, "pipes"
+        assert command.stdout is not None, "a pipe"
+        assert command.stderr is not None, "a pipe"
         command.stdout.readline()
         command.send_signal(number)
         assert command.wait(30) == code
