@@ -269,7 +269,7 @@ class Chaos:
         self._drafter.send_signal(how)
         self._drafter.wait_for_other_than(pid)
         wait_until(lambda: self._proxy.welcomed_at > 0, "a Welcome")
-        self._drafter.supervisor.note_ready()
+        self._drafter.supervisor.note_ready(self._drafter.supervisor.pid)
 
     def _stop(self, seconds: float) -> None:
         self._drafter.send_signal(signal.SIGSTOP)
@@ -448,7 +448,7 @@ def served(
     server = Server(spec, log_path=folder / "server.log")
     try:
         server.wait_until_ready()
-        drafter.supervisor.note_ready()
+        drafter.supervisor.note_ready(drafter.supervisor.pid)
         yield server, proxy, drafter
     finally:
         server.stop()

@@ -106,7 +106,7 @@ def test_hits_come_back_after_every_kind_of_fault(tmp_path: Path) -> None:
         deadline = time.monotonic() + 60
         while not target.client.stats.hits and time.monotonic() < deadline:
             time.sleep(0.05)
-        drafter.supervisor.note_ready()
+        drafter.supervisor.note_ready(drafter.supervisor.pid)
         chaos = Chaos(lambda: target.client.stats.hits, proxy, drafter, seed=0)
         outcomes = [chaos.inflict(Fault(kind, 0.4)) for kind in WEIGHTS]
         target.stop()

@@ -211,6 +211,27 @@ def test_nobody_waits_for_a_prompt_that_is_still_read(wire):
     assert target.client.stats.missed_deadlines == 0
 
 
+def test_rounds_that_ask_for_nothing_end_no_pause(wire):
+    """Red when a few requests without drafts among others make every round wait for a slow
+    drafter."""
+    target = AnsweredByHand(wire)
+    target.client.decline("z", "opt_out")
+
+    def late() -> None:
+        if wire.now - asked_at == int(1.2 / wire.tick_s):
+            target.reply("jit", [5])
+
+    waits = []
+    for _ in range(20):
+        asked_at = wire.now
+        waits.append(target.ticks_waited(late))
+        for _ in range(int(0.3 / wire.tick_s)):
+            wire.tick()
+            late()
+        target.client.collect(["z"])
+    assert sum(wait > 0 for wait in waits) <= 4
+
+
 def test_in_mode_sync_a_prompt_is_waited_for(wire):
     """Red when the baseline's first rounds have no drafts, or when its drafter, which reads for
     longer than a round waits, is taken for one that has stopped."""

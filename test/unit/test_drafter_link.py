@@ -53,11 +53,13 @@ class Process:
     def alive(self) -> bool:
         return True
 
-    def note_ready(self) -> None:
-        self.notes.append("ready")
+    def note_greeted(self) -> None: ...
 
-    def note_refused(self, reason: str) -> None:
-        self.notes.append("refused")
+    def note_ready(self, pid: int) -> None:
+        self.notes.append(f"{pid} ready")
+
+    def note_refused(self, pid: int, reason: str) -> None:
+        self.notes.append(f"{pid} refused")
 
 
 def hear(
@@ -90,7 +92,7 @@ def test_the_present_one_does() -> None:
     drafter = Process()
     assert hear(Refusal(["no"], drafter_pid=8), drafter).phase == "refused"
     assert hear(welcome(8), drafter).phase == "ready"
-    assert drafter.notes == ["refused", "ready"]
+    assert drafter.notes == ["8 refused", "8 ready"]
 
 
 def test_of_one_that_another_started_no_pid_is_known() -> None:

@@ -58,12 +58,27 @@ def test_a_slow_drafter_is_tried_ever_more_rarely() -> None:
     assert waited / now < 0.13
 
 
-def test_a_late_reply_that_was_quick_enough_ends_the_pause() -> None:
+def test_a_late_reply_that_was_quick_enough_ends_the_first_pause() -> None:
     deadline = answering()
     deadline.note_heard(10.4)
     deadline.note_missed(10.5)
     assert deadline.next_wait(10.6) == 0.0
     deadline.note_reply(0.3)
+    assert deadline.next_wait(10.6) == 0.5
+    deadline.note_heard(11.0)
+    deadline.note_missed(11.1)
+    deadline.note_reply(0.3)
+    assert [deadline.next_wait(now) for now in (11.2, 12.0, 12.2)] == [0.0, 0.0, 0.5]
+
+
+def test_a_quick_reply_to_a_part_of_a_round_ends_no_pause() -> None:
+    """Red when a batch with one quick row waits for its slow ones in every round."""
+    deadline = answering()
+    deadline.note_heard(10.4)
+    deadline.note_missed(10.5)
+    deadline.note_reply(0.002, is_last=False)
+    assert deadline.next_wait(10.6) == 0.0
+    deadline.note_reply(0.3, is_last=True)
     assert deadline.next_wait(10.6) == 0.5
 
 
@@ -89,8 +104,10 @@ def test_a_reply_that_nobody_looked_for_teaches_nothing() -> None:
     assert deadline.seconds == 0.5
 
 
-def test_misses_before_a_long_silence_count_no_more() -> None:
-    deadline = answering()
+def test_a_long_silence_outlasts_the_pause_and_ends_what_was_learnt() -> None:
+    """Misses still count: a drafter that says hello and nothing else is tried ever more rarely."""
+    deadline = answering(*[0.001] * 8)
+    assert deadline.seconds == 0.1
     for now in (1.0, 2.0, 3.0):
         deadline.note_heard(now - 0.1)
         deadline.note_missed(now)
@@ -98,3 +115,6 @@ def test_misses_before_a_long_silence_count_no_more() -> None:
     assert deadline.is_silent
     deadline.note_heard(90.0)
     assert deadline.next_wait(90.0) == 0.5
+    deadline.note_missed(90.5)
+    deadline.note_heard(90.6)
+    assert [deadline.next_wait(now) for now in (94.4, 94.6)] == [0.0, 0.5]

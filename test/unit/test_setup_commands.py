@@ -244,7 +244,10 @@ def test_a_signal_ends_a_command_with_a_sentence_and_its_own_code(
 ) -> None:
     """Red when a service manager takes its own SIGTERM for a Ctrl-C, or sees a traceback."""
     waits = (
-        "from environment import interruptible\nwith interruptible():\n    print('up', flush=True)"
+        "from environment import interruptible\n"
+        "with interruptible():\n"
+        "    print('up', flush=True)\n"
+        "    input()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", waits],

@@ -101,7 +101,7 @@ def test_one_that_served_is_started_again_by_the_same_thread(
 ) -> None:
     """The kernel kills the drafter with the thread that started it."""
     supervisor = supervise()
-    supervisor.note_ready()
+    supervisor.note_ready(supervisor.pid)
     nursery.processes[0].reason = "signal 9"
     wait_for(lambda: len(nursery.processes) == 2 and supervisor.alive())
     assert supervisor.last_error == "signal 9"
@@ -115,7 +115,7 @@ def test_the_pause_doubles_up_to_its_bound(nursery: Nursery, supervise: Supervis
     supervisor = supervise(
         RestartPace(delay_s=0.05, delay_max_s=0.2, healthy_s=1000.0, start_timeout_s=1000.0)
     )
-    supervisor.note_ready()
+    supervisor.note_ready(supervisor.pid)
     nursery.doomed.add("first")
     nursery.processes[0].reason = "signal 9"
     wait_for(lambda: len(nursery.processes) == 6)
@@ -131,20 +131,20 @@ def test_a_while_of_health_sets_the_pause_back(nursery: Nursery, supervise: Supe
     for number in range(12):  # 0.01 * 2**12 s would outlast the test
         wait_for(lambda number=number: len(nursery.processes) == number + 1)
         wait_for(supervisor.alive)
-        supervisor.note_ready()
+        supervisor.note_ready(supervisor.pid)
         nursery.processes[-1].reason = "signal 9"
     wait_for(lambda: len(nursery.processes) == 13)
 
 
 def test_another_model_takes_the_place_of_the_first(nursery: Nursery, supervise: Supervise) -> None:
     supervisor = supervise()
-    supervisor.note_ready()
+    supervisor.note_ready(supervisor.pid)
     supervisor.ask_reload(DrafterSettings(model_path="second"))
     wait_for(lambda: supervisor.pid == 2)
     assert nursery.processes[0].reason == "stopped"
     assert supervisor.reload is not None
     assert supervisor.reload.state == "loading"
-    supervisor.note_ready()
+    supervisor.note_ready(supervisor.pid)
     assert supervisor.reload.state == "done"
     assert supervisor.model_path == "second"
     assert supervisor.last_error == ""
@@ -155,13 +155,13 @@ def test_the_first_comes_back_if_the_other_cannot_serve(
     nursery: Nursery, supervise: Supervise, how: str
 ) -> None:
     supervisor = supervise()
-    supervisor.note_ready()
+    supervisor.note_ready(supervisor.pid)
     if how == "dies":
         nursery.doomed.add("second")
     supervisor.ask_reload(DrafterSettings(model_path="second"))
     wait_for(lambda: supervisor.pid >= 2)
     if how == "is refused":
-        supervisor.note_refused("vocabulary size 5")
+        supervisor.note_refused(supervisor.pid, "vocabulary size 5")
     wait_for(lambda: supervisor.pid == 3 and supervisor.alive())
     assert nursery.processes[-1].model_path == "first"
     assert supervisor.reload is not None
@@ -179,7 +179,7 @@ def test_a_start_that_is_impossible_is_tried_again(
     nursery: Nursery, supervise: Supervise, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     supervisor = supervise()
-    supervisor.note_ready()
+    supervisor.note_ready(supervisor.pid)
     attempts = []
 
     def start(settings: DrafterSettings) -> Process:
@@ -212,7 +212,7 @@ def test_a_refused_request_leaves_the_last_exchange_alone(
 ) -> None:
     """Red when its asker is told of another's, or the model that served is lost."""
     supervisor = supervise()
-    supervisor.note_ready()
+    supervisor.note_ready(supervisor.pid)
     begun = reload_drafter(supervisor, ReloadRequest(model_path="second"))
     wait_for(lambda: supervisor.pid == 2)
     refused = reload_drafter(supervisor, ReloadRequest(model_path="/no/such/model"))
@@ -234,7 +234,7 @@ def test_a_model_that_hangs_while_it_loads_is_given_up(
 ) -> None:
     """Red when it is waited for without end, or the model before it does not come back."""
     supervisor = supervise(msgspec.structs.replace(QUICK, start_timeout_s=0.05))
-    supervisor.note_ready()
+    supervisor.note_ready(supervisor.pid)
     time.sleep(0.2)  # one that serves has all the time
     assert supervisor.pid == 1
     supervisor.ask_reload(DrafterSettings(model_path="second"))
@@ -244,7 +244,45 @@ def test_a_model_that_hangs_while_it_loads_is_given_up(
     assert supervisor.reload is not None
     assert supervisor.reload.state == "failed"
     assert "--ssd-start-timeout-s 0.05" in supervisor.reload.error
+    time.sleep(0.2)  # nobody has asked for it: a paused engine greets no drafter
+    assert supervisor.pid == 3
+    supervisor.note_greeted()
     wait_for(lambda: supervisor.pid == 4)  # a restarted one that hangs as well
+
+
+def test_what_is_said_of_an_earlier_process_is_not_of_the_next(
+    nursery: Nursery, supervise: Supervise
+) -> None:
+    """Red when a Welcome that was under way makes a reload done whose drafter has not served."""
+    supervisor = supervise()
+    supervisor.note_ready(1)
+    supervisor.ask_reload(DrafterSettings(model_path="second"))
+    wait_for(lambda: supervisor.pid == 2)
+    supervisor.note_ready(1)
+    supervisor.note_refused(1, "vocabulary size 5")
+    assert supervisor.reload is not None
+    assert supervisor.reload.state == "loading"
+    supervisor.note_ready(2)
+    assert supervisor.reload.state == "done"
+    assert nursery.processes[1].alive()
+
+
+def test_while_a_process_is_started_there_is_none(
+    nursery: Nursery, supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a round meanwhile takes the one before it for the present one."""
+    supervisor = supervise()
+    supervisor.note_ready(1)
+    seen = []
+
+    def start(settings: DrafterSettings) -> Process:
+        seen.append((supervisor.pid, supervisor.alive()))
+        return nursery.start(settings)
+
+    monkeypatch.setattr(supervisor, "_start", start)
+    nursery.processes[0].reason = "signal 9"
+    wait_for(lambda: supervisor.pid == 2)
+    assert seen == [(-1, False)]
 
 
 def test_a_reload_knows_when_another_took_its_place() -> None:

@@ -17,6 +17,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from sglang_ssd.target.draft_sequence import DraftSequence
@@ -54,6 +55,15 @@ _COMMITS_TIMED = 32
 _RENEWAL_S = 0.25
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A commit that was sent."""
+
+    at: float
+    num_owed: int
+    """Rows without a reply to it."""
+
+
 class DraftClient:
     """Sequences by request id, and the wait for their drafts."""
 
@@ -87,7 +97,7 @@ class DraftClient:
         self._batch_too_large = False
         self._why_untold: PlainCause = "late"  # of rows that the last commit left out
         self._num_commits = 0
-        self._commit_times: dict[int, float] = {}  # of the last commits
+        self._asked: dict[int, _Asked] = {}  # the last commits by their number
         self._next_renewal = 0.0
         self._lives = 0
         self._next_generation = 1
@@ -339,9 +349,9 @@ class DraftClient:
         for sequence in live:
             sequence.told_len = len(sequence.tokens)
             sequence.is_being_read = False
-        self._commit_times[self._num_commits] = self._clock()
-        if len(self._commit_times) > _COMMITS_TIMED:
-            del self._commit_times[next(iter(self._commit_times))]
+        self._asked[self._num_commits] = _Asked(self._clock(), len(live))
+        if len(self._asked) > _COMMITS_TIMED:
+            del self._asked[next(iter(self._asked))]
 
     def _next_commit(
         self, live: list[DraftSequence], num_verified: list[int], *, num_tokens: list[int]
@@ -375,12 +385,12 @@ class DraftClient:
         if not self.link.is_ready():
             return
         missing = self._missing(rows)
-        if not missing:
-            self._deadline.note_kept()
-        elif waited:
+        if missing and waited:
             is_reading = all(row.is_being_read for row in missing)
             self._deadline.note_missed(end, is_reading=is_reading)
             self.stats.missed_deadlines += not is_reading
+        elif not missing and any(row.is_answered and self._is_current(row) for row in rows):
+            self._deadline.note_kept()
 
     def _missing(self, rows: list[DraftSequence]) -> list[DraftSequence]:
         return [row for row in rows if row.awaits_reply and self._is_current(row)]
@@ -435,14 +445,24 @@ class DraftClient:
             self.drafter_status = message
         if not isinstance(message, SpeculateReply):
             return
-        asked = self._commit_times.get(message.round_id)
-        if asked is not None and not _TEACHES.isdisjoint(message.served):
-            self._deadline.note_reply(now - asked, at_least_s=self._looked_at - asked)
+        self._time_reply(message, now)
         start = 0
         for index, rid in enumerate(message.rids):
             end = start + message.num_drafts[index]
             self._handle_row(message, index, rid, ids[start:end])
             start = end
+
+    def _time_reply(self, message: SpeculateReply, now: float) -> None:
+        asked = self._asked.get(message.round_id)
+        if asked is None:
+            return
+        asked.num_owed -= sum(served != "reading" for served in message.served)
+        if not _TEACHES.isdisjoint(message.served):
+            self._deadline.note_reply(
+                now - asked.at,
+                at_least_s=self._looked_at - asked.at,
+                is_last=asked.num_owed <= 0,
+            )
 
     def _handle_row(self, message: SpeculateReply, index: int, rid: str, drafts: list[int]) -> None:
         sequence = self._sequences.get(rid)

@@ -51,9 +51,11 @@ class Drafter(Protocol):
 
     def alive(self) -> bool: ...
 
-    def note_ready(self) -> None: ...
+    def note_greeted(self) -> None: ...
 
-    def note_refused(self, reason: str) -> None: ...
+    def note_ready(self, pid: int) -> None: ...
+
+    def note_refused(self, pid: int, reason: str) -> None: ...
 
 
 class DrafterLink:
@@ -115,6 +117,8 @@ class DrafterLink:
 
     def say_hello(self) -> bool:
         """Ask who is there; False if nobody is."""
+        if self._drafter is not None:
+            self._drafter.note_greeted()
         self.is_reachable = self._transport.send(self._hello, [])
         return self.is_reachable
 
@@ -127,7 +131,7 @@ class DrafterLink:
                 self._take_welcome(message)
             case Refusal():
                 if self._is_of_present(message.drafter_pid):
-                    self._refuse(self._describe(message))
+                    self._refuse(message.drafter_pid, self._describe(message))
             case HelloRequest():
                 self._lose("it was started again and knows nothing of this target")
 
@@ -140,7 +144,7 @@ class DrafterLink:
             return
         reasons = welcome_reasons(self._hello, welcome)
         if reasons:
-            self._refuse("; ".join(reasons))
+            self._refuse(welcome.drafter_pid, "; ".join(reasons))
             return
         is_same = welcome.drafter_id == self._drafter_id
         self._hello_pause_s = _FIRST_HELLO_S
@@ -151,16 +155,16 @@ class DrafterLink:
         self._drafter_id = welcome.drafter_id
         self.lives += 1
         if self._drafter is not None:
-            self._drafter.note_ready()
+            self._drafter.note_ready(welcome.drafter_pid)
         logger.info("SSD drafter ready: pid %d", welcome.drafter_pid)
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, drafter_pid: int, reason: str) -> None:
         self.last_error = f"the SSD drafter refuses this target: {reason}"
         self._notices.warn("refused", self.last_error)
         self.phase = "refused"
         self._hello_pause_s = _MOST_HELLO_S
         if self._drafter is not None:
-            self._drafter.note_refused(self.last_error)
+            self._drafter.note_refused(drafter_pid, self.last_error)
 
     def _describe(self, refusal: Refusal) -> str:
         reasons = [*refusal.reasons, first_difference(self._tokens, refusal)]

@@ -2,7 +2,7 @@
 
     answering   wait for twice the slowest of the last replies, within the two bounds
     late        heard of, but too late: no wait for 1, 2, 4, 8 longest waits, then another try; a
-                reply that may have been quick enough ends the pause at once
+                round whose last reply may have been quick enough ends the first pause at once
     silent      nothing heard within a wait: no wait at all until something is heard
 
 So a drafter that stops costs one wait, and one that is always too slow a ninth of the time at most.
@@ -16,7 +16,7 @@ _WINDOW = 256  # a miss now and then, which takes the drafter longest, is to be 
 _LEAST_SAMPLES = 8
 _MARGIN = 2.0
 _MOST_DOUBLINGS = 3
-_FRESH_START_S = 1.0  # a silence this long was a stop, not slowness: past misses say nothing
+_STOP_S = 1.0  # a silence this long was a stop, not slowness: the replies before it say nothing
 
 
 class ReplyDeadline:
@@ -42,20 +42,22 @@ class ReplyDeadline:
         """How long the round that starts now may wait."""
         return 0.0 if self.is_silent or now < self._paused_until else self.seconds
 
-    def note_reply(self, took_s: float, *, at_least_s: float | None = None) -> None:
+    def note_reply(
+        self, took_s: float, *, at_least_s: float | None = None, is_last: bool = True
+    ) -> None:
         """A reply, on time or not, found took_s after its question; at_least_s: when it was not
-        there yet, for one that came while nobody looked.
+        there yet, for one that came while nobody looked; is_last: no row of the round is owed one.
 
         One that may have come in time, and was found later because nobody looked, teaches nothing.
         """
         least_s = took_s if at_least_s is None else at_least_s
         if took_s <= self.seconds or least_s >= self.seconds:
             self._replies.append(min(took_s, self._most_s))
-        if least_s <= self._most_s:
+        if is_last and least_s <= self._most_s and self._misses == 1:
             self._paused_until = 0.0
 
     def note_kept(self) -> None:
-        """A round had all its drafts."""
+        """A round that asked for drafts had them all."""
         self._misses = 0
         self._paused_until = 0.0
 
@@ -71,8 +73,8 @@ class ReplyDeadline:
 
     def note_heard(self, now: float) -> None:
         """Any message of the drafter."""
-        if self.is_silent and now - self._heard_at > _FRESH_START_S:
-            self.start_afresh()
+        if self.is_silent and now - self._heard_at > _STOP_S:
+            self._replies.clear()
         self.is_silent = False
         self._heard_at = now
 
@@ -81,7 +83,7 @@ class ReplyDeadline:
         self.is_silent = True
 
     def start_afresh(self) -> None:
-        """Another drafter, or one that had been stopped."""
+        """Another drafter."""
         self._replies.clear()
         self._misses = 0
         self._paused_until = 0.0

@@ -9,7 +9,9 @@ first drafter is not started again if it never served: the server's start fails 
     another model            takes the place of the one that runs; if it does not come up, or is
                              refused, the model that served last comes back
     a drafter that hangs     is given up if it does not serve within start_timeout_s, as one that
-                             ended; the first is the server's start to give up (handshake.py)
+                             ended; a restarted one has it from the first Hello, which a paused
+                             engine does not send; the first is the server's start to give up
+                             (handshake.py)
 """
 
 from __future__ import annotations
@@ -83,6 +85,7 @@ class DrafterSupervisor:
         self._started = threading.Event()
         self._handle: Handle | None = None
         self._started_at = 0.0
+        self._greeted_at: float | None = None
         self._ready_at: float | None = None
         self._verdict = ""  # why the present process has to go, although it runs
         self._stopping = False
@@ -121,18 +124,25 @@ class DrafterSupervisor:
         reason = self._handle.exit_reason() if self._handle is not None else None
         return reason or self.last_error
 
-    def note_ready(self) -> None:
-        """The present drafter was welcomed and serves."""
+    def note_greeted(self) -> None:
+        """A Hello was sent to the present drafter."""
+        if self._greeted_at is None:
+            self._greeted_at = self._clock()
+
+    def note_ready(self, pid: int) -> None:
+        """The drafter with this pid was welcomed and serves."""
         with self._lock:
+            if pid != self.pid:
+                return
             self._ready_at = self._clock()
             self._proven = self._tried
             if self._is_reloading() and self._tried is self._settings:
                 self._note_reload("done")
 
-    def note_refused(self, reason: str) -> None:
-        """The present drafter runs, but will not serve this target."""
+    def note_refused(self, pid: int, reason: str) -> None:
+        """The drafter with this pid runs, but will not serve this target."""
         with self._lock:
-            if self._proven is not None:
+            if pid == self.pid and self._proven is not None:
                 self._verdict = reason
                 self._wake.set()
 
@@ -183,7 +193,9 @@ class DrafterSupervisor:
         with self._lock:
             if self._stopping:
                 return
+            self._handle = None
             self._started_at = self._clock()
+            self._greeted_at = None
             self._ready_at = None
             self._verdict = ""
             self._tried = self._settings
@@ -191,7 +203,6 @@ class DrafterSupervisor:
             try:
                 self._handle = self._start(self._settings)
             except Exception as error:  # no thread, no process, no memory: another try may do
-                self._handle = None
                 self.last_error = f"the drafter could not be started: {error}"
                 logger.warning("SSD: %s", self.last_error, exc_info=True)
 
@@ -209,8 +220,9 @@ class DrafterSupervisor:
         with self._lock:
             if self._proven is None or self._ready_at is not None or self._verdict:
                 return
+            since = self._started_at if self._is_reloading() else self._greeted_at
             timeout_s = self._pace.start_timeout_s
-            if self._clock() - self._started_at >= timeout_s:
+            if since is not None and self._clock() - since >= timeout_s:
                 self._verdict = (
                     f"the drafter process {self.pid} did not serve within "
                     f"--ssd-start-timeout-s {timeout_s:g}"
