@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from harness.checkpoints import DrafterKind, find_target, make_drafter
-from harness.reference import Reference
+from harness.reference import Reference, plain_reference
 from harness.server import ServerPool, ServerSpec
 from harness.size import Size, chosen_size
 
@@ -103,9 +103,8 @@ def spec_for(target: Path) -> SpecFor:
 
 @pytest.fixture(scope="session")
 def reference(target: Path, reference_pool: ServerPool) -> Reference:
-    """The server without speculation: our launcher, without overlap (penalties lag under it)."""
-    spec = ServerSpec(model=str(target), flags=("--disable-overlap-schedule",))
-    return Reference(reference_pool, spec)
+    """The server without speculation."""
+    return plain_reference(reference_pool, target)
 
 
 @pytest.fixture(scope="session")

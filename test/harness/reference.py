@@ -11,6 +11,7 @@ two, by an order of classes in a set that differs from process to process.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -51,6 +52,12 @@ class Reference:
             found = generate_all(self.server.url, list(missing.values()), concurrency=concurrency)
             self._answers.update(zip(missing, found, strict=True))
         return [self._answers[_key(request)] for request in requests]
+
+
+def plain_reference(pool: ServerPool, model: Path, flags: tuple[str, ...] = ()) -> Reference:
+    """The server without speculation: our launcher, without overlap (penalties lag under it)."""
+    spec = ServerSpec(model=str(model), flags=(*flags, "--disable-overlap-schedule"))
+    return Reference(pool, spec)
 
 
 def find_divergence(
