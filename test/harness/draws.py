@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from harness.client import Answer, Request, generate
-from harness.prompts import load_prompts
+from harness.prompts import cycle_prompts
 from harness.reference import MAX_ROUNDING_GAP, PROMPTS_PER_ROUNDING, Reference
 from harness.server import Server
 from sglang_ssd.core.shared_noise import gumbel_noise
@@ -25,13 +25,12 @@ NUM_TOKENS = 16
 
 
 def seeded(model: str, num_seeds: int, params: dict[str, Any]) -> list[Request]:
-    prompts = load_prompts(model, 40)
     return [
         Request(
-            prompts[seed % len(prompts)].input_ids,
+            prompt.input_ids,
             {"max_new_tokens": NUM_TOKENS, "sampling_seed": 1000 + seed, **params},
         )
-        for seed in range(num_seeds)
+        for seed, prompt in enumerate(cycle_prompts(model, num_seeds))
     ]
 
 

@@ -32,7 +32,16 @@ class Prompt(msgspec.Struct, frozen=True):
 
 def load_prompts(model: str, num_prompts: int) -> list[Prompt]:
     """The first num_prompts of the file, whose order mixes the kinds."""
-    return list(_all_prompts(model)[:num_prompts])
+    prompts = _all_prompts(model)
+    if num_prompts > len(prompts):
+        raise ValueError(f"{num_prompts} prompts: {FILE.name} has {len(prompts)}")
+    return list(prompts[:num_prompts])
+
+
+def cycle_prompts(model: str, num_prompts: int) -> list[Prompt]:
+    """So many, the file from its start again where it has no more."""
+    prompts = _all_prompts(model)
+    return [prompts[index % len(prompts)] for index in range(num_prompts)]
 
 
 @cache

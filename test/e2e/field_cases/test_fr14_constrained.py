@@ -11,26 +11,33 @@ import requests as http
 from harness.checkpoints import DrafterKind
 from harness.client import Request, generate_all, openai
 from harness.grammars import BROKEN, CONSTRAINTS, SCHEMA, assert_keeps_to
-from harness.prompts import load_prompts
+from harness.prompts import cycle_prompts, load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter, assert_drafted
 from harness.server import Server
 from harness.size import Size
 
+NUM_PROMPTS = 40
+"""Of the file."""
+
+
+def constraint_of(index: int) -> dict[str, str]:
+    """Of every other request; a prompt that comes again gets another one."""
+    if index % 2 == 0:
+        return {}
+    return CONSTRAINTS[(index // 2 + index // NUM_PROMPTS) % len(CONSTRAINTS)]
+
 
 def test_fr_14(kind: DrafterKind, server: Server, reference: Reference, size: Size) -> None:
     """Red when a mask is made of a grammar that has ended, or a draft that it forbids is accepted,
     or a neighbour is masked."""
-    prompts = load_prompts(server.spec.model, size.num_constrained)
     cases = [
-        Request(
-            prompt.input_ids,
-            {"max_new_tokens": 40, **(CONSTRAINTS[index // 2 % 5] if index % 2 else {})},
-        )
-        for index, prompt in enumerate(prompts)
+        Request(prompt.input_ids, {"max_new_tokens": 40, **constraint_of(index)})
+        for index, prompt in enumerate(cycle_prompts(server.spec.model, size.num_constrained))
     ]
     counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=6)
+    assert len(answers) == size.num_constrained
     assert_same(reference, cases, answers)
     for case, answer in zip(cases, answers, strict=True):
         if answer.finish["type"] == "stop":
