@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache import allocation_sizing
+from sglang.srt.runtime_context import get_context
 
+from sglang_ssd import plugin
+from sglang_ssd.config import ALGORITHM, MAX_NUM_STEPS
 from sglang_ssd.platform import cpu
 from sglang_ssd.platform.cpu_attention import CpuAttentionBackend, unsupported_attention
+from sglang_ssd.target.algorithm import widen_request_rows
 
 
 def test_new_slots_go_to_the_columns_they_were_reserved_for() -> None:
@@ -58,33 +63,42 @@ def test_verify_slots_are_read_row_by_row() -> None:
 
 def test_platform_is_silent_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when an installed plugin would take over a machine with a GPU."""
-    from sglang_ssd.plugin import activate_cpu_platform
-
     monkeypatch.setenv("SGLANG_PLATFORM", "")
-    assert activate_cpu_platform() is None
+    assert plugin.activate_cpu_platform() is None
     monkeypatch.setenv("SGLANG_PLATFORM", "ssd_cpu")
-    assert activate_cpu_platform() == "sglang_ssd.platform.cpu.SsdCpuPlatform"
+    assert plugin.activate_cpu_platform() == "sglang_ssd.platform.cpu.SsdCpuPlatform"
 
 
-@pytest.mark.parametrize(("num_steps", "columns"), [(4, 10), (8, 18), (16, 34)])
-def test_rows_hold_what_a_decode_reserves(
-    num_steps: int, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Red when the last rounds before the context's end reserve more than a row has."""
-    from sglang.srt import runtime_context
-    from sglang.srt.mem_cache import allocation_sizing
+def served_by(algorithm: str, num_steps: int) -> Any:
+    """SGLang's settings in this process, for as long as they are entered."""
+    return get_context().override_server_args(
+        page_size=1,
+        speculative_algorithm=algorithm,
+        speculative_num_steps=num_steps,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=num_steps + 1,
+    )
 
-    from sglang_ssd.target.algorithm import widen_request_rows
 
-    class Spec:
-        speculative_algorithm = "SSD"
-
-    reserve = 2 * (num_steps + 1)
-    monkeypatch.setattr(runtime_context, "get_spec", Spec)
-    monkeypatch.setattr(allocation_sizing, "get_alloc_reserve_per_decode", lambda: reserve)
-    assert widen_request_rows(num_steps + 5) == columns
-    Spec.speculative_algorithm = "EAGLE"
-    assert widen_request_rows(num_steps + 5) == num_steps + 5
+@pytest.mark.parametrize("num_steps", range(1, MAX_NUM_STEPS + 1))
+def test_rows_hold_what_a_decode_reserves(num_steps: int) -> None:
+    """Red when the last rounds before the context's end reserve more than a row has, or SGLang
+    reserves less than two rounds: under overlap one begins before the last is counted."""
+    context = 128
+    plugin.register()
+    with served_by(ALGORITHM, num_steps):
+        reserve = allocation_sizing.get_alloc_reserve_per_decode()
+        # No request that decodes has more than the whole context.
+        kv = SimpleNamespace(kv_committed_len=context, kv_allocated_len=context)
+        _, (end,), _ = allocation_sizing.page_aligned_decode_alloc_lens(
+            [SimpleNamespace(kv=kv)], reserve=reserve, page_size=1
+        )
+        columns = widen_request_rows(allocation_sizing.get_req_to_token_extra_context_len())
+    assert reserve >= 2 * (num_steps + 1)
+    assert end <= context + columns
+    assert columns == max(num_steps + 5, 2 * (num_steps + 1))
+    with served_by("EAGLE", num_steps):
+        assert widen_request_rows(num_steps + 5) == num_steps + 5
 
 
 @pytest.mark.parametrize(
