@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import dill
 import msgspec
@@ -27,6 +28,10 @@ from sglang.srt.constrained.outlines_backend import OutlinesGrammar
 from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammar
 from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
+    SchedulerBatchResultProcessor,
+)
+from sglang.srt.runtime_context import get_context
 from sglang.srt.sampling import penaltylib
 from sglang.srt.sampling.custom_logit_processor import (
     CustomLogitProcessor,
@@ -55,6 +60,11 @@ PARAMS: list[dict[str, Any]] = [
     {"presence_penalty": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 6},
 ]
 OUTPUTS = [[3], [5, 5, 9, 260], [], [1, 2, 3, 4, 5, 6, 7], [8, 8, 8, 8]]
+ASKED_FOR = (
+    *("custom_logit_processor", "beam_group", "grammar"),
+    *("return_logprob", "return_sampling_mask", "return_hidden_states"),
+)
+"""Attributes of a request that are None or false unless a client asks."""
 DRAFTS: list[list[int]] = [[4, 4], [5, 9, 5, 1], [2, 2, 2, 2], [9, 9, 9, 9], []]
 
 
@@ -182,6 +192,37 @@ def test_a_history_grows_by_whole_runs_and_dies_with_its_request() -> None:
     del reqs[0]
     assert not transforms.applies_to(reqs)
     assert not transforms._outputs
+
+
+def test_a_history_is_what_sglang_keeps_of_a_retracted_request() -> None:
+    """Red when SGLang keeps the round that is under way when it retracts a request, as it may be
+    under overlap: the history begins again with the output, which has none of that round."""
+    reqs = [running_request(is_retracted=is_retracted) for is_retracted in (False, True)]
+    transforms = RowTransforms()
+    transforms.start(reqs)
+    transforms.extend(reqs, [[5, 6], [5, 6]])
+    processor, batch = MagicMock(enable_overlap=True), MagicMock(reqs=reqs)
+    processor._normalize_decode_outputs.return_value = [[5, 6], [5, 6]], None
+    processor.metrics_reporter.num_generated_tokens = 0
+    processor.metrics_reporter.forward_ct_decode = 0
+    result = MagicMock()
+    result.get_num_generated_tokens.return_value = 4
+    batch.spec_algorithm.is_none.return_value = False
+    with get_context().override_server_args():
+        SchedulerBatchResultProcessor.process_batch_result_decode(processor, batch, result)
+    assert [req.output_ids.tolist() for req in reqs] == [[4, 5, 6], [4]]
+    transforms.start(reqs[1:])
+    histories = [transforms._outputs[req].tokens for req in reqs]
+    assert histories == [req.output_ids for req in reqs]
+
+
+def running_request(*, is_retracted: bool) -> Any:
+    """What else SGLang reads when a round has ended."""
+    req = MagicMock(is_retracted=is_retracted, **dict.fromkeys(ASKED_FOR))
+    req.output_ids = array("q", [4])
+    req.sampling_params = SamplingParams(**PARAMS[1])
+    req.finished.return_value = False
+    return req
 
 
 @pytest.mark.parametrize("declared", [True, False])
