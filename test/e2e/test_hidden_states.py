@@ -8,27 +8,32 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checkpoints import KINDS, DrafterKind
+from harness.checkpoints import DrafterKind
 from harness.client import Answer, Request, generate_all, stream
+from harness.configurations import DRAFTERS
 from harness.prompts import load_prompts
-from harness.reference import Reference, assert_same
+from harness.reference import assert_same, plain_reference
 from harness.rounds import RoundCounter, assert_drafted
-from harness.server import ServerPool, ServerSpec
+from harness.server import ServerPool
 
 FLAGS = ("--enable-return-hidden-states",)
 MAX_DIFFERENCE = 1e-3
 """Between forwards of one row and of several, in float32; values are of the order of 10."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "settings"), DRAFTERS.values(), ids=DRAFTERS)
 def test_hidden_states_of_a_run(
-    kind: DrafterKind, target: Path, pool: ServerPool, reference_pool: ServerPool, spec_for: Any
+    kind: DrafterKind,
+    settings: Any,
+    target: Path,
+    pool: ServerPool,
+    reference_pool: ServerPool,
+    spec_for: Any,
 ) -> None:
     """Red when a run's tokens get the rows of other places, or rows behind a stop leak out, whole
     or streamed, or such a request decodes plainly."""
-    server = pool.get(spec_for(kind, flags=FLAGS))
-    plain = ServerSpec(model=str(target), flags=(*FLAGS, "--disable-overlap-schedule"))
-    reference = Reference(reference_pool, plain)
+    server = pool.get(spec_for(kind, flags=FLAGS, settings=settings))
+    reference = plain_reference(reference_pool, target, FLAGS)
     prompts = load_prompts(server.spec.model, 3)
     (free,) = reference.answers([Request(prompts[0].input_ids, {"max_new_tokens": 12})])
     stop = {"stop_token_ids": [free.output_ids[7]]}

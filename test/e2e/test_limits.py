@@ -1,6 +1,7 @@
 """A server at its limits: K = 16, a short context, few rows, forced retraction, preemption.
 
-SGLANG_TEST_RETRACT retracts running requests every few forwards on a server of its own.
+SGLANG_TEST_RETRACT retracts running requests every few forwards on a server of its own. Everything
+holds with overlap scheduling and without; the references have none.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from harness.drafter_faults import reload
 from harness.draws import assert_same_draws, without_drafts
 from harness.idle import assert_drained
 from harness.logprobs import assert_same_logprobs
+from harness.processors import serialized
 from harness.prompts import load_prompts
-from harness.reference import Reference, assert_same
-from harness.server import Server, ServerPool, ServerSpec
+from harness.reference import Reference, assert_same, plain_reference
+from harness.server import SCHEDULES, Server, ServerPool, ServerSpec
 
 CONTEXT = 128
 NUM_STEPS = 16
@@ -50,6 +52,10 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "logprobs": ({}, LOGPROBS),
     "penalised logprobs": (PENALTIES, LOGPROBS),
     "hidden states": ({}, {"return_hidden_states": True}),
+    "processor": (
+        {"custom_params": {"window": 6}},
+        {"custom_logit_processor": serialized("BanRecentTokens")},
+    ),
     "drawn": (DRAWN, {}),
     "drawn with penalties": (DRAWN | PENALTIES | {"repetition_penalty": 1.2}, {}),
 }
@@ -58,24 +64,37 @@ MAX_PASSES = 12
 MAX_HIDDEN_DIFFERENCE = 1e-3
 
 
+@pytest.fixture(scope="module", params=SCHEDULES.values(), ids=SCHEDULES)
+def schedule(request: pytest.FixtureRequest) -> Any:
+    """The settings for it."""
+    return request.param
+
+
 @pytest.fixture
-def server(pool: ServerPool, spec_for: Any) -> Server:
-    return pool.get(spec_for("self", num_steps=NUM_STEPS, flags=LIMITS))
+def server(pool: ServerPool, spec_for: Any, schedule: Any) -> Server:
+    return pool.get(spec_for("self", num_steps=NUM_STEPS, flags=LIMITS, settings=schedule))
 
 
-def retracting(spec_for: Any) -> ServerSpec:
+@pytest.fixture(scope="module")
+def limited(target: Path, reference_pool: ServerPool) -> Reference:
+    """The server without speculation at the same limits."""
+    return plain_reference(reference_pool, target, LIMITS)
+
+
+@pytest.fixture
+def retracting(spec_for: Any, schedule: Any) -> ServerSpec:
     """A K with which there are rounds enough to be retracted between."""
     env = (("SGLANG_TEST_RETRACT", "1"), ("SGLANG_TEST_RETRACT_INTERVAL", "5"))
     flags = (*LIMITS, "--enable-return-hidden-states")
-    spec: ServerSpec = spec_for("self", num_steps=4, flags=flags, env=env)
+    spec: ServerSpec = spec_for("self", num_steps=4, flags=flags, settings=schedule, env=env)
     return spec
 
 
 @pytest.fixture
-def preempting_server(pool: ServerPool, spec_for: Any) -> Server:
+def preempting_server(pool: ServerPool, spec_for: Any, schedule: Any) -> Server:
     """Its retractions are preemptions; it has no grammars."""
     flags = (*LIMITS, "--grammar-backend", "none")
-    return pool.get(spec_for("noisy", num_steps=NUM_STEPS, flags=flags))
+    return pool.get(spec_for("noisy", num_steps=NUM_STEPS, flags=flags, settings=schedule))
 
 
 def long_prompt(server: Server, length: int) -> tuple[int, ...]:
@@ -83,7 +102,7 @@ def long_prompt(server: Server, length: int) -> tuple[int, ...]:
     return tuple(ids[length : 2 * length])
 
 
-def test_to_the_end_of_the_context(server: Server, reference: Reference) -> None:
+def test_to_the_end_of_the_context(server: Server, limited: Reference) -> None:
     """Red when the last rounds write into a neighbour's row, or stop a token early or late.
 
     The distance to the end takes every value modulo K + 1, with neighbours in the batch.
@@ -100,30 +119,27 @@ def test_to_the_end_of_the_context(server: Server, reference: Reference) -> None
         length + len(answer.output_ids) for length, answer in zip(lengths, answers, strict=True)
     }
     assert len(ends) == 1, f"every request ends at the same length: {ends}"
-    as_long = [
-        Request(case.prompt, {"max_new_tokens": len(answer.output_ids), "ignore_eos": True})
-        for case, answer in zip(cases, answers, strict=True)
-    ]
-    assert_same(reference, as_long, answers)
+    assert_same(limited, cases, answers)
     assert sum(answer.num_correct_drafts for answer in answers) > 0
 
 
 @pytest.mark.timeout(1800)
 def test_retracted_requests_go_on(
+    retracting: ServerSpec,
     pool: ServerPool,
     reference: Reference,
     drafts_off: Reference,
-    spec_for: Any,
     target: Path,
     figures: dict[str, Any],
 ) -> None:
     """Red when a retracted request loses a token, a count, a draw, a state of its grammar or a row
-    of what it asked for, or its sequence stays with the drafter.
+    of what it asked for, or its sequence stays with the drafter. Under overlap SGLang drops its
+    last round.
 
     With the drafter of the same weights, then with one that is right at times: one server, whose
     drafter is exchanged.
     """
-    server = pool.take(retracting(spec_for))
+    server = pool.take(retracting)
     try:
         for kind in ("self", "noisy"):
             if kind != "self":
@@ -195,12 +211,12 @@ def assert_same_states(want: Answer, have: Answer) -> None:
 
 
 def test_to_the_end_of_the_pool(
-    pool: ServerPool, reference_pool: ServerPool, spec_for: Any, target: Path
+    pool: ServerPool, reference_pool: ServerPool, spec_for: Any, schedule: Any, target: Path
 ) -> None:
     """Red when a round's reserve is taken from what a request may fill, and it is aborted."""
     flags = ("--context-length", str(CONTEXT), "--max-total-tokens", str(CONTEXT))
     plain = Reference(reference_pool, ServerSpec(model=str(target), flags=flags))
-    server = pool.get(spec_for("self", num_steps=NUM_STEPS, flags=flags))
+    server = pool.get(spec_for("self", num_steps=NUM_STEPS, flags=flags, settings=schedule))
     cases = [
         Request(long_prompt(server, CONTEXT - room), {"max_new_tokens": room, "ignore_eos": True})
         for room in (7, 8, 12, 24, 25, 40)
@@ -235,10 +251,10 @@ def test_without_grammars_a_constrained_request_fails_alone(
 
 
 def test_preempted_requests_go_on(preempting_server: Server, reference: Reference) -> None:
-    """Red when a preempted request loses a token, or is not preempted at all."""
+    """Red when a preempted request loses a token or a count, or is not preempted at all."""
     server = preempting_server
     prompts = load_prompts(server.spec.model, MAX_RUNNING + 2)
-    params = {"max_new_tokens": 80, "ignore_eos": True}
+    params = {"max_new_tokens": 80, "ignore_eos": True, **PENALTIES}
     low = [Request(p.input_ids[:30], params, {"priority": 0}) for p in prompts[:MAX_RUNNING]]
     high = [
         Request(p.input_ids[:30], {"max_new_tokens": 16}, {"priority": 100})

@@ -12,14 +12,15 @@ from sglang.srt.sampling.custom_logit_processor import (
     DisallowedTokensLogitsProcessor,
 )
 
-from harness.checkpoints import KINDS, DrafterKind
+from harness.checkpoints import DrafterKind
 from harness.client import Request, generate_all
+from harness.configurations import DRAFTERS
 from harness.draws import assert_same_draws, seeded
 from harness.processors import serialized
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter, assert_drafting
-from harness.server import ServerPool
+from harness.server import Server, ServerPool
 
 
 class Processor(msgspec.Struct, frozen=True):
@@ -47,16 +48,27 @@ PROCESSORS = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_custom_logit_processors(
-    kind: DrafterKind,
-    pool: ServerPool,
-    reference: Reference,
-    spec_for: Any,
-) -> None:
+@pytest.fixture(scope="module", params=DRAFTERS.values(), ids=DRAFTERS)
+def drafter(request: pytest.FixtureRequest) -> Any:
+    """Its kind, and the settings of its server."""
+    return request.param
+
+
+@pytest.fixture
+def kind(drafter: Any) -> DrafterKind:
+    found: DrafterKind = drafter[0]
+    return found
+
+
+@pytest.fixture
+def server(drafter: Any, pool: ServerPool, spec_for: Any) -> Server:
+    kind, settings = drafter
+    return pool.get(spec_for(kind, settings=settings))
+
+
+def test_custom_logit_processors(kind: DrafterKind, server: Server, reference: Reference) -> None:
     """Red when a row sees another row's history, or a processor with a state is asked about rows
     that are thrown away, or a neighbour is changed."""
-    server = pool.get(spec_for(kind))
     prompts = load_prompts(server.spec.model, 4)
     cases = [_case(prompt.input_ids, one) for prompt in prompts for one in PROCESSORS]
     cases += [Request(prompt.input_ids, {"max_new_tokens": 40}) for prompt in prompts]
@@ -73,12 +85,10 @@ def test_custom_logit_processors(
         assert sum(answer.num_correct_drafts for answer in answers[-4:]) > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_custom_logit_processors_sampled(
-    kind: DrafterKind, pool: ServerPool, drafts_off: Reference, spec_for: Any
+    kind: DrafterKind, server: Server, drafts_off: Reference
 ) -> None:
     """Red when a draw depends on the drafts through a processor."""
-    server = pool.get(spec_for(kind))
     sampled = []
     for one in PROCESSORS:
         for case in seeded(server.spec.model, 2, {"temperature": 0.8, "top_k": 20}):

@@ -32,9 +32,9 @@ from harness.grammars import SCHEMA, TAG_AT_ONCE, assert_keeps_to
 from harness.logprobs import assert_same_logprobs
 from harness.processors import serialized
 from harness.prompts import STORY, encode, tokenizer_of
-from harness.reference import Reference, assert_same
+from harness.reference import Reference, assert_same, plain_reference
 from harness.rounds import RoundCounter, assert_drafting
-from harness.server import Server, ServerPool, ServerSpec
+from harness.server import OVERLAP, Server, ServerPool
 from sglang_ssd.wire.messages import MAX_RID_CHARS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
@@ -506,16 +506,24 @@ def test_embeddings_decode_plainly(uncached_server: Server) -> None:
     assert answer["text"] == generate(server.url, Request(story, plainly)).text
 
 
-@pytest.mark.parametrize("kind", ["self", "random"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("self", ()), ("random", ()), ("self", OVERLAP)],
+    ids=["self", "random", "self-overlap"],
+)
 def test_reasoning_and_its_budget(
-    kind: DrafterKind, target: Path, pool: ServerPool, reference_pool: ServerPool, spec_for: Any
+    kind: DrafterKind,
+    settings: Any,
+    target: Path,
+    pool: ServerPool,
+    reference_pool: ServerPool,
+    spec_for: Any,
 ) -> None:
     """Red when a verify's rows count the thinking tokens of other rows, those of wrong drafts
     among them, or a grammar begins early or late behind the thought."""
     flags = ("--reasoning-parser", "qwen3", "--enable-strict-thinking")
-    server = pool.get(spec_for(kind, flags=flags))
-    plain = ServerSpec(model=str(target), flags=(*flags, "--disable-overlap-schedule"))
-    reference = Reference(reference_pool, plain)
+    server = pool.get(spec_for(kind, flags=flags, settings=settings))
+    reference = plain_reference(reference_pool, target, flags)
     story = encode(server.spec.model, STORY)
     constrained = {"max_new_tokens": 60, "json_schema": SCHEMA}
     cases = [

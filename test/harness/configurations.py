@@ -1,4 +1,5 @@
-"""The pairwise table of server configurations: any two settings meet in some row."""
+"""Server configurations: a pairwise table, in which any two settings meet in some row, and the few
+that other tests run."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from harness.checkpoints import DrafterKind
+from harness.checkpoints import KINDS, DrafterKind
 from harness.server import OVERLAP, ServerSpec
 
 
@@ -52,6 +53,12 @@ TABLE = (
 With a random drafter under backup none nearly no draft is ever verified: equality there shows that
 wrong guesses disturb nothing.
 """
+
+DRAFTERS: dict[str, tuple[DrafterKind, tuple[tuple[str, Any], ...]]] = {
+    **{kind: (kind, ()) for kind in KINDS},
+    "noisy-overlap": ("noisy", OVERLAP),
+}
+"""Drafter and settings by name, of tests that run each drafter, and one under overlap."""
 
 FAN_OUT_LISTS = {7: (3, 2, 1, 1, 0, 1, 2, 4)}
 """By num_steps: what uniform rows say position by position; the others have the default."""

@@ -32,6 +32,8 @@ KV_TOKENS = 12288
 
 OVERLAP: tuple[tuple[str, Any], ...] = (("overlap", True),)
 """Settings of a server with overlap scheduling, which SSD leaves out by default."""
+SCHEDULES = {"no-overlap": (), "overlap": OVERLAP}
+"""Settings by name, of tests that hold under both."""
 
 COMMON_FLAGS = (
     *("--device", "cpu"),
