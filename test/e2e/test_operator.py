@@ -1,7 +1,8 @@
 """What operators and clients do to a running server beside generating.
 
-The reference is the server itself without speculation: the same request with
-custom_params={"ssd": false} decodes plainly. One server serves all tests of this file.
+Answers are those of a server without speculation, and of the server itself where the same request
+decodes plainly, with custom_params={"ssd": false}. One server serves all tests of this file, then
+one with overlap scheduling.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +31,15 @@ from harness.client import (
 )
 from harness.idle import assert_drained, drafter_status
 from harness.prompts import load_prompts
-from harness.reference import Reference
+from harness.reference import Reference, assert_same, plain_reference
 from harness.rounds import RoundCounter
-from harness.server import Server, ServerPool
+from harness.server import SCHEDULES, Server, ServerPool
 from servers import free_port
 
 OPT_OUT = {"custom_params": {"ssd": False}}
 LEASE_S = 2.0
+PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3")
+PENALISED = {"frequency_penalty": 0.5, "presence_penalty": 0.3, "min_new_tokens": 70}
 TOOL = {
     "type": "function",
     "function": {
@@ -49,10 +54,21 @@ TOOL = {
 }
 
 
+@pytest.fixture(scope="module", params=SCHEDULES.values(), ids=SCHEDULES)
+def server(request: pytest.FixtureRequest, pool: ServerPool, spec_for: Any) -> Server:
+    settings = (("lease_s", LEASE_S), *request.param)
+    return pool.get(spec_for("noisy", flags=PARSERS, settings=settings))
+
+
 @pytest.fixture(scope="module")
-def server(pool: ServerPool, spec_for: Any) -> Server:
-    flags = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3")
-    return pool.get(spec_for("noisy", flags=flags, settings=(("lease_s", LEASE_S),)))
+def noisy(target: Path, reference_pool: ServerPool) -> Reference:
+    """A server without speculation that was started with other weights."""
+    return plain_reference(reference_pool, make_drafter("noisy", target))
+
+
+@pytest.fixture(scope="module")
+def plain_parser(target: Path, reference_pool: ServerPool) -> Reference:
+    return plain_reference(reference_pool, target, PARSERS)
 
 
 def post(server: Server, path: str, body: Any = None, *, ok: bool = True) -> http.Response:
@@ -71,52 +87,60 @@ def plainly(case: Request) -> Request:
     return msgspec.structs.replace(case, params={**case.params, **OPT_OUT})
 
 
-def assert_as_plain(server: Server, cases: list[Request]) -> list[Answer]:
-    """Speculating answers, equal to those of plain decode on the same server."""
+def ask_as_plain(server: Server, plain: Reference, cases: list[Request]) -> list[Answer]:
     answers = generate_all(server.url, cases)
+    assert_as_plain(server, plain, cases, answers)
+    return answers
+
+
+def assert_as_plain(
+    server: Server, plain: Reference, cases: list[Request], answers: list[Answer]
+) -> None:
+    """Equal to those of a server without speculation, and of plain decode on the same server."""
+    assert_same(plain, cases, answers)
     for case, answer in zip(cases, answers, strict=True):
         want = generate(server.url, plainly(case))
         assert want.num_correct_drafts == 0
         assert answer.same_as(want), case
-    return answers
 
 
-def assert_speculates(server: Server) -> None:
+def assert_speculates(server: Server, reference: Reference) -> None:
     before = server.ssd()
-    answers = assert_as_plain(server, cases_of(server, 2))
+    answers = ask_as_plain(server, reference, cases_of(server, 2))
     assert sum(answer.num_correct_drafts for answer in answers) > 0
     assert server.ssd()["hits"] > before["hits"]
 
 
-def test_flush_cache(server: Server) -> None:
+def test_flush_cache(server: Server, reference: Reference) -> None:
     """Red when a flush leaves sequences with the drafter, or one under way is disturbed."""
     (case,) = cases_of(server, 1, 80)
     future = in_background(server.url, case)
     http.post(f"{server.url}/flush_cache", timeout=60)  # refused while a request runs
-    assert future.result().answer.same_as(generate(server.url, plainly(case)))
+    assert_as_plain(server, reference, [case], [future.result().answer])
     assert_drained(server)
     post(server, "/flush_cache")
-    assert_speculates(server)
+    assert_speculates(server, reference)
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause_and_continue(server: Server, mode: str) -> None:
-    """Red when a request does not survive a pause longer than the drafter's lease."""
-    (case,) = cases_of(server, 1, 60)
-    future = in_background(server.url, case)
+def test_pause_and_continue(server: Server, reference: Reference, mode: str) -> None:
+    """Red when a request does not survive a pause longer than the drafter's lease, or goes on with
+    other counts than those of its output."""
+    cases = [*cases_of(server, 1, 80), *cases_of(server, 1, 80, **PENALISED)]
+    futures = [in_background(server.url, case) for case in cases]
     post(server, "/pause_generation", {"mode": mode})
     time.sleep(2 * LEASE_S)
     if mode == "retract":
         post(server, "/flush_cache")
-    assert not future.done()
+    assert not any(future.done() for future in futures)
     post(server, "/continue_generation")
-    answer = future.result().answer
-    assert answer.same_as(generate(server.url, plainly(case)))
-    assert answer.num_correct_drafts > 0
-    assert_speculates(server)
+    answers = [future.result().answer for future in futures]
+    assert_as_plain(server, reference, cases, answers)
+    assert all(answer.num_correct_drafts > 0 for answer in answers)
+    assert_speculates(server, reference)
 
 
-def test_pause_that_aborts(server: Server) -> None:
+def test_pause_that_aborts(server: Server, reference: Reference) -> None:
     """Red when an aborting pause leaves a sequence with the drafter."""
     (case,) = cases_of(server, 1, 400)
     future = in_background(server.url, case)
@@ -124,17 +148,17 @@ def test_pause_that_aborts(server: Server) -> None:
     assert future.result().answer.finish["type"] == "abort"
     post(server, "/continue_generation")
     assert_drained(server)
-    assert_speculates(server)
+    assert_speculates(server, reference)
 
 
-def test_abort_all(server: Server) -> None:
+def test_abort_all(server: Server, reference: Reference) -> None:
     """Red when abort_all leaves a request running or a sequence open."""
     cases = cases_of(server, 6, 800)
     futures = [in_background(server.url, case) for case in cases]
     post(server, "/abort_request", {"abort_all": True})
     assert {future.result().answer.finish["type"] for future in futures} == {"abort"}
     assert_drained(server)
-    assert_speculates(server)
+    assert_speculates(server, reference)
 
 
 def update_from_disk(server: Server, path: Path | str, **fields: Any) -> None:
@@ -143,46 +167,56 @@ def update_from_disk(server: Server, path: Path | str, **fields: Any) -> None:
     assert answer["success"], answer
 
 
-def test_weights_from_disk(server: Server, target: Path) -> None:
-    """Red when new weights meet an old verify: copies of weights, a cache that is not flushed."""
+def assert_takes_weights(
+    server: Server, reference: Reference, noisy: Reference, update: Callable[[str], None]
+) -> None:
+    """What a server says is what one says that was started with its weights; then with its own."""
     cases = cases_of(server, 2)
-    old = assert_as_plain(server, cases)
-    update_from_disk(server, make_drafter("noisy", target))
-    new = assert_as_plain(server, cases)
-    assert [a.output_ids for a in new] != [a.output_ids for a in old]
-    assert any(a.num_correct_drafts for a in new), "the drafter has these weights too"
-    update_from_disk(server, target)
-    again = assert_as_plain(server, cases)
-    assert [a.output_ids for a in again] == [a.output_ids for a in old]
+    old = ask_as_plain(server, reference, cases)
+    update(noisy.spec.model)
+    try:
+        new = ask_as_plain(server, noisy, cases)
+        assert [a.output_ids for a in new] != [a.output_ids for a in old]
+        assert any(a.num_correct_drafts for a in new), "the drafter has these weights too"
+    finally:
+        update(reference.spec.model)
+    ask_as_plain(server, reference, cases)
 
 
-def test_the_same_weights_under_a_held_request(server: Server, target: Path) -> None:
+def test_weights_from_disk(server: Server, reference: Reference, noisy: Reference) -> None:
+    """Red when new weights meet an old verify: copies of weights, a cache that is not flushed."""
+    assert_takes_weights(server, reference, noisy, partial(update_from_disk, server))
+
+
+def test_the_same_weights_under_a_held_request(server: Server, reference: Reference) -> None:
     """Red when a request that keeps its KV over an update of weights loses its place, or its
     drafts."""
     (case,) = cases_of(server, 1, 120)
     future = in_background(server.url, case)
     post(server, "/pause_generation", {"mode": "in_place"})
-    update_from_disk(server, target, flush_cache=False)
+    update_from_disk(server, reference.spec.model, flush_cache=False)
     assert not future.done()
     counter = RoundCounter(server)
     post(server, "/continue_generation")
     answer = future.result().answer
     assert counter.since().correct_drafts > 0
-    assert answer.same_as(generate(server.url, plainly(case)))
-    assert_speculates(server)
+    assert_as_plain(server, reference, [case], [answer])
+    assert_speculates(server, reference)
 
 
-def test_new_weights_under_a_retracted_request(server: Server, target: Path) -> None:
+def test_new_weights_under_a_retracted_request(
+    server: Server, reference: Reference, noisy: Reference
+) -> None:
     """Red when what a request said before an update is lost, or what it says afterwards is not what
     the new weights say of all that; also when the drafts stay away."""
     num_tokens = 120
     (case,) = cases_of(server, 1, num_tokens)
-    old = generate(server.url, plainly(case))
+    (old,) = reference.answers([case])
     seen: list[int] = []
     future = in_background(server.url, case, seen)
     post(server, "/pause_generation", {"mode": "retract"})
     try:
-        update_from_disk(server, make_drafter("noisy", target))  # flushes what the old ones made
+        update_from_disk(server, noisy.spec.model)  # flushes what the old ones made
         time.sleep(1)
         num_chunks = len(seen)
         counter = RoundCounter(server)
@@ -193,20 +227,20 @@ def test_new_weights_under_a_retracted_request(server: Server, target: Path) -> 
         assert said[:num_said] == old.output_ids[:num_said]
         rest = {"max_new_tokens": num_tokens - num_said, "ignore_eos": True}
         behind = Request((*map(int, case.prompt), *said[:num_said]), rest)
-        assert said[num_said:] == generate(server.url, plainly(behind)).output_ids
+        for new in (*noisy.answers([behind]), generate(server.url, plainly(behind))):
+            assert said[num_said:] == new.output_ids
         assert counter.since().correct_drafts > 0
     finally:
         post(server, "/continue_generation")
-        update_from_disk(server, target)
-    assert_speculates(server)
+        update_from_disk(server, reference.spec.model)
+    assert_speculates(server, reference)
 
 
 SEND_PROGRAM = """
 import sys, requests, torch
-how, url, weights, scale, port = sys.argv[1:]
+how, url, checkpoint, port = sys.argv[1:]
 from safetensors.torch import load_file
-name = "model.norm.weight"
-weight = load_file(weights)[name].float() * float(scale)
+weights = {name: weight.clone() for name, weight in load_file(checkpoint).items()}
 
 def post(path, **body):
     answer = requests.post(url + path, json=body, timeout=120)
@@ -217,7 +251,7 @@ if how == "tensor":
     torch.multiprocessing.set_sharing_strategy("file_system")
     from sglang.srt.utils import MultiprocessingSerializer
     post("/begin_weight_update")
-    data = MultiprocessingSerializer.serialize([(name, weight)], output_str=True)
+    data = MultiprocessingSerializer.serialize(list(weights.items()), output_str=True)
     post("/update_weights_from_tensor", serialized_named_tensors=[data])
     post("/end_weight_update")
 else:
@@ -230,9 +264,11 @@ else:
         world_size=2, rank=0, group_name="test")
     joined.result()
     post("/begin_weight_update")
-    sent = threads.submit(post, "/update_weights_from_distributed", names=[name],
-        dtypes=["float32"], shapes=[list(weight.shape)], group_name="test")
-    torch.distributed.broadcast(weight, src=0, group=group)
+    sent = threads.submit(post, "/update_weights_from_distributed", names=list(weights),
+        dtypes=[str(weight.dtype).removeprefix("torch.") for weight in weights.values()],
+        shapes=[list(weight.shape) for weight in weights.values()], group_name="test")
+    for weight in weights.values():
+        torch.distributed.broadcast(weight, src=0, group=group)
     sent.result()
     post("/end_weight_update")
     post("/destroy_weights_update_group", group_name="test")
@@ -240,25 +276,26 @@ else:
 
 
 @pytest.mark.parametrize("how", ["tensor", "distributed"])
-def test_weights_from_a_trainer(server: Server, target: Path, how: str) -> None:
-    """Red when the calls that a trainer makes fail for a server without a draft worker."""
-    cases = cases_of(server, 2)
-    old = assert_as_plain(server, cases)
-    for scale in ("0.5", "1"):
-        run = subprocess.run(
-            [
-                *(sys.executable, "-c", SEND_PROGRAM, how, server.url),
-                *(str(target / "model.safetensors"), scale, str(free_port())),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr[-2000:]
-        answers = assert_as_plain(server, cases)
-    assert [a.output_ids for a in answers] == [a.output_ids for a in old]
+def test_weights_from_a_trainer(
+    server: Server, reference: Reference, noisy: Reference, how: str
+) -> None:
+    """Red when the calls that a trainer makes fail for a server without a draft worker, or leave
+    a weight as it was."""
+    assert_takes_weights(server, reference, noisy, partial(send_weights, server, how))
     assert post(server, "/weights_checker", {"action": "checksum"}).json()["success"]
+
+
+def send_weights(server: Server, how: str, checkpoint: str) -> None:
+    """All weights of a checkpoint, from another process."""
+    weights = Path(checkpoint) / "model.safetensors"
+    run = subprocess.run(
+        [sys.executable, "-c", SEND_PROGRAM, how, server.url, str(weights), str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -266,7 +303,9 @@ def test_weights_from_a_trainer(server: Server, target: Path, how: str) -> None:
     [["kv_cache"], ["weights"], ["weights", "kv_cache"], None],
     ids=["kv-cache", "weights", "both", "default"],
 )
-def test_memory_is_released_and_resumed(server: Server, tags: list[str] | None) -> None:
+def test_memory_is_released_and_resumed(
+    server: Server, reference: Reference, tags: list[str] | None
+) -> None:
     """Red when the drafter keeps sequences of a cache that is gone, or a server that cannot give
     memory back, as none on a CPU can, answers other than SGLang's own: it goes on."""
     (case,) = cases_of(server, 1)
@@ -276,15 +315,16 @@ def test_memory_is_released_and_resumed(server: Server, tags: list[str] | None) 
     post(server, "/release_memory_occupation", body)
     post(server, "/resume_memory_occupation", body)
     assert generate(server.url, plainly(case)).same_as(before)
-    assert_speculates(server)
+    assert_speculates(server, reference)
 
 
-def test_sessions(server: Server) -> None:
+def test_sessions(server: Server, reference: Reference) -> None:
     """Red when a turn of a session is not drafted for, or its context is not what was said."""
     prompts = [list(p.input_ids[:40]) for p in load_prompts(server.spec.model, 3)]
     said = []
-    for extra in ({}, OPT_OUT):
-        session = post(server, "/open_session", {"capacity_of_str_len": 4000}).json()
+    plain = reference.server
+    for one, extra in ((server, {}), (server, OPT_OUT), (plain, {})):
+        session = post(one, "/open_session", {"capacity_of_str_len": 4000}).json()
         rid = None
         turns = []
         for prompt in prompts:
@@ -293,14 +333,35 @@ def test_sessions(server: Server) -> None:
                 "session_params": {"id": session, "rid": rid},
                 "sampling_params": {"temperature": 0, "max_new_tokens": 24, **extra},
             }
-            answer = post(server, "/generate", body).json()
+            answer = post(one, "/generate", body).json()
             rid = answer["meta_info"]["id"]
             turns.append((answer["text"], answer["meta_info"]["prompt_tokens"]))
         said.append(turns)
-        post(server, "/close_session", {"session_id": session})
-    assert said[0] == said[1]
+        post(one, "/close_session", {"session_id": session})
+    assert said[0] == said[1] == said[2]
     assert said[0][2][1] > 80
     assert_drained(server)
+
+
+def test_score(server: Server, reference: Reference) -> None:
+    """Red when /v1/score opens a sequence or has the drafter read anything, or gives other scores
+    than a plain server."""
+    body = {
+        "model": "any",
+        "query": "The capital of France is",
+        "items": [" Paris", " Rome", " a banana"],
+        "label_token_ids": [260, 28, 30],
+        "apply_softmax": True,
+    }
+    assert_drained(server)
+    before, read = server.ssd()["rounds"], drafter_status(server).prefill_tokens
+    mine = post(server, "/v1/score", body).json()["scores"]
+    plain = post(reference.server, "/v1/score", body).json()["scores"]
+    for have, want in zip(mine, plain, strict=True):
+        assert have == pytest.approx(want, abs=1e-4)
+    assert server.ssd()["rounds"] == before
+    assert server.ssd()["live_sequences"] == 0
+    assert drafter_status(server).prefill_tokens == read
 
 
 def chat(server: Server, *, streamed: bool, **body: Any) -> tuple[str, str, str]:
@@ -347,7 +408,9 @@ marks all the same."""
     ],
     ids=["required-tool", "auto-tool", "reasoned-tool", "reasoning", "no-reasoning"],
 )
-def test_parsers(server: Server, body: dict[str, Any], filled: tuple[str, ...]) -> None:
+def test_parsers(
+    server: Server, plain_parser: Reference, body: dict[str, Any], filled: tuple[str, ...]
+) -> None:
     """Red when several tokens at once break a tool call or the split of reasoning.
 
     A parser may say other things of a stream than of the whole, so like is compared with like.
@@ -355,8 +418,10 @@ def test_parsers(server: Server, body: dict[str, Any], filled: tuple[str, ...]) 
     constrained = FROM_THE_START if "regex" in body else {}
     before = server.ssd()["hits"]
     for streamed in (False, True):
-        want = chat(server, streamed=streamed, **body, **constrained, **OPT_OUT)
-        assert chat(server, streamed=streamed, **body, **constrained) == want
+        asked = {"streamed": streamed, **body, **constrained}
+        want = chat(plain_parser.server, **asked)
+        assert chat(server, **asked) == want
+        assert chat(server, **asked, **OPT_OUT) == want
         parts = dict(zip(("content", "reasoning", "arguments"), want, strict=True))
         assert all(parts[name].strip() for name in filled), parts
         if "arguments" in filled:
@@ -365,24 +430,3 @@ def test_parsers(server: Server, body: dict[str, Any], filled: tuple[str, ...]) 
         if body.get("separate_reasoning") is False:
             assert THOUGHT_END in parts["content"]
     assert server.ssd()["hits"] > before
-
-
-def test_score(server: Server, reference: Reference) -> None:
-    """Red when /v1/score opens a sequence or has the drafter read anything, or gives other scores
-    than a plain server."""
-    body = {
-        "model": "any",
-        "query": "The capital of France is",
-        "items": [" Paris", " Rome", " a banana"],
-        "label_token_ids": [260, 28, 30],
-        "apply_softmax": True,
-    }
-    assert_drained(server)
-    before, read = server.ssd()["rounds"], drafter_status(server).prefill_tokens
-    mine = post(server, "/v1/score", body).json()["scores"]
-    plain = post(reference.server, "/v1/score", body).json()["scores"]
-    for have, want in zip(mine, plain, strict=True):
-        assert have == pytest.approx(want, abs=1e-4)
-    assert server.ssd()["rounds"] == before
-    assert server.ssd()["live_sequences"] == 0
-    assert drafter_status(server).prefill_tokens == read
