@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.checkpoints import DrafterKind
 from harness.client import Answer, Request, generate_all, stream
 from harness.prompts import load_prompts
@@ -32,8 +34,7 @@ def test_fr_07(
 ) -> None:
     """Red when a draft is committed unverified, a rollback is off by one, or a token is doubled.
 
-    Differences by rounding are told from errors by the reference's own logits. Other K are in
-    test_configurations.py.
+    Differences by rounding are told from errors by the reference's own logits.
     """
     prompts = load_prompts(server.spec.model, 40)
     chosen = [p for i, p in enumerate(prompts) if i < size.num_prompts or p.name in ODD]
@@ -44,6 +45,26 @@ def test_fr_07(
     assert_drafted(kind, answers)
     odd = [case for case, p in zip(cases, chosen, strict=True) if p.name in ODD]
     assert_same(reference, odd, [stream(server.url, case).answer for case in odd])
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 7])
+def test_fr_07_at_other_lengths(
+    kind: DrafterKind,
+    num_steps: int,
+    pool: ServerPool,
+    reference: Reference,
+    spec_for: Any,
+    size: Size,
+    figures: dict[str, Any],
+) -> None:
+    """Red when a run of another length is cut or counted wrongly; the above has K = 4."""
+    server = pool.get(spec_for(kind, num_steps=num_steps))
+    prompts = load_prompts(server.spec.model, size.num_prompts)
+    cases = [Request(p.input_ids, {"max_new_tokens": size.num_tokens}) for p in prompts]
+    counter = RoundCounter(server)
+    answers = generate_all(server.url, cases, concurrency=4)
+    figures.update(counter.since().summary(), rounding=len(assert_same(reference, cases, answers)))
+    assert_drafted(kind, answers)
 
 
 def test_fr_07_bf16(
