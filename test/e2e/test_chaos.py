@@ -83,7 +83,7 @@ def test_a_dozen_drafters_die_under_load(
         assert load.lost == []
         assert load.wrong_answers(server) == []
         assert len(set(killed)) == NUM_KILLS
-        assert_drafts_again(server, reference)
+        assert_drafts_again("noisy", server, reference)
         assert_drained(server)
         assert not any(psutil.pid_exists(pid) for pid in killed)
         chaos.wait_until(lambda: chaos.Count.of(server).fds <= before.fds, "as few open files")

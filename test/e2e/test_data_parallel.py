@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import requests as http
 
+from harness.checkpoints import DrafterKind
 from harness.client import Request, generate_all, in_background
 from harness.drafter_faults import (
     assert_drafts_again,
@@ -144,7 +145,7 @@ def test_a_killed_drafter_costs_its_own_replica_alone(server: Server, reference:
     shown = [replica.ssd()["restarts"] for replica in replicas]
     assert_soon_shows(server, "ssd_drafter_restarts_total", shown)
     for replica in replicas:
-        assert_drafts_again(replica, reference)
+        assert_drafts_again("noisy", replica, reference)
 
 
 def assert_first_restarted(
@@ -174,7 +175,11 @@ def test_every_replica_exchanges_its_drafter(
     pids = {replica.ssd()["drafter_pid"] for replica in replicas}
     assert pids == {state["drafter_pid"] for state in before}
     present = before[0]["drafter_model"]
-    for body, model in (({}, present), ({"model_path": str(target)}, str(target))):
+    exchanges: tuple[tuple[dict[str, str], DrafterKind, str], ...] = (
+        ({}, "noisy", present),
+        ({"model_path": str(target)}, "self", str(target)),
+    )
+    for body, kind, model in exchanges:
         with ThreadPoolExecutor(1) as clients:
             under_load = clients.submit(generate_all, server.url, cases)
             done = reload(server, **body)
@@ -188,4 +193,4 @@ def test_every_replica_exchanges_its_drafter(
         assert not exchanged & pids
         pids = exchanged
         for replica in replicas:
-            assert_drafts_again(replica, reference)
+            assert_drafts_again(kind, replica, reference)

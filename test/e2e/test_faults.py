@@ -57,7 +57,7 @@ def test_the_drafter_is_exchanged_under_load(
         (replica,) = done.json()["replicas"]
         assert replica["drafter_model"] == str(target)
         assert replica["drafter_pid"] != first["drafter_pid"]
-        assert_drafts_again(server, reference)
+        assert_drafts_again("self", server, reference)
     finally:
         server.stop()
 
@@ -164,7 +164,7 @@ def test_a_drafter_by_hand_behind_keys_may_go_and_come_back(
     try:
         with drafter_by_hand(target, endpoint, *keys):
             server.wait_until_ready()
-            assert_drafts_again(server, reference)
+            assert_drafts_again("self", server, reference)
         cases = long_requests(server, 2)
         assert_same(reference, cases, generate_all(server.url, cases))
         assert status(server)["state"] == "dead"
@@ -176,6 +176,6 @@ def test_a_drafter_by_hand_behind_keys_may_go_and_come_back(
         with drafter_by_hand(target, endpoint, *keys):
             wait_until_ready(server)
             assert status(server)["replicas"][0]["restarts"] == 1
-            assert_drafts_again(server, reference)
+            assert_drafts_again("self", server, reference)
     finally:
         server.stop()

@@ -6,7 +6,6 @@ the next.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -28,8 +27,6 @@ from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter, assert_drafting
 from harness.server import Server, ServerPool
-from sglang_ssd.config import SsdConfig
-from sglang_ssd.platform.affinity import format_cores, split_cores
 
 pytestmark = pytest.mark.timeout(1800)
 """Whichever test is first starts the drafter, two servers and the reference."""
@@ -52,8 +49,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def drafter(target: Path, endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
-    cores = split_cores(SsdConfig(), tuple(sorted(os.sched_getaffinity(0)))).drafter
-    flags = ("--max-sequences", str(MAX_SEQUENCES), "--cores", format_cores(cores))
+    flags = ("--max-sequences", str(MAX_SEQUENCES))
     model = make_drafter("noisy", target)
     with drafter_by_hand(model, endpoint, *flags, settings=SETTINGS) as process:
         yield process
@@ -152,7 +148,7 @@ def test_a_server_that_finds_no_room_decodes_plainly(
     assert_drafting("noisy", rounds)
     assert "full" not in rounds.plain_decode
     assert_drained(crowding)
-    assert_drafts_again(late, reference)
+    assert_drafts_again("noisy", late, reference)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
@@ -176,7 +172,7 @@ def test_one_server_ends_and_the_other_goes_on(
     for one in running[1:]:
         was_cut = one.exception(timeout=60) is not None
         assert was_cut == (how is signal.SIGKILL), "SGLang finishes what runs at a SIGTERM"
-    assert_drafts_again(staying, reference)
+    assert_drafts_again("noisy", staying, reference)
     assert "drafter_down" not in counter.since().plain_decode
     assert_is_theirs(drafter, staying)
     assert_drained(staying)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import requests
 
+from harness.checkpoints import DrafterKind
 from harness.client import Answer, Request, generate_all, stream
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.rounds import RoundCounter
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import Server, ServerPool, ServerSpec, all_settings
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def reload(server: Server, **body: str) -> requests.Response:
 
 
 def strike_in_mid_stream(
-    server: Server, reference: Reference, blow: signal.Signals
+    kind: DrafterKind, server: Server, reference: Reference, blow: signal.Signals
 ) -> dict[str, Any]:
     """Strike the drafter under two streams, see the server serve on and the drafts come back.
 
@@ -92,7 +93,8 @@ def strike_in_mid_stream(
     assert (after["drafter_pid"] == drafter.pid) == (blow is signal.SIGSTOP)
     if blow is signal.SIGKILL:
         assert f"process {drafter.pid} ended with signal 9" in after["last_error"]
-    assert_drafts_again(server, reference)
+    assert server.ssd()["last_error"] == after["last_error"], "/server_info tells the same"
+    assert_drafts_again(kind, server, reference)
     return {
         "longest_gap_s": round(gap, 3),
         "step_s": round(step, 3),
@@ -127,16 +129,20 @@ def assert_healthy(server: Server) -> None:
         assert time.monotonic() - start < HEALTHY_S, path
 
 
-def assert_drafts_again(server: Server | Replica, reference: Reference) -> None:
-    """Within some batches; how soon depends on what else the machine does."""
+def assert_drafts_again(kind: DrafterKind, server: Server | Replica, reference: Reference) -> None:
+    """Drafts are on time again, and hits return unless the drafter guesses at random. Within some
+    batches; how soon depends on what else the machine does."""
     cases = long_requests(server, 4)
+    again = RoundCounter(server)
     for _ in range(10):
-        counter = RoundCounter(server)
+        batch = RoundCounter(server)
         assert_same(reference, cases, generate_all(server.url, cases))
-        if counter.since().on_time_rate > 0.9:
+        hits_return = kind == "random" or again.since().hit_rate > 0
+        if batch.since().on_time_rate > 0.9 and hits_return:
             break
     else:
-        raise AssertionError(f"still without drafts: {counter.since()}")
+        raise AssertionError(f"still without drafts or hits: {again.since()}")
+    assert_drafting(kind, again.since())
     assert not server.ssd()["degraded"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from harness.checkpoints import DrafterKind
 from harness.drafter_faults import assert_ends_at_start, stamp_of, strike_in_mid_stream
 from harness.reference import Reference
 from harness.server import Server, ServerPool, ServerSpec
@@ -22,11 +23,15 @@ TIMES = [name for name in SsdConfig.__struct_fields__ if name.endswith(("_ms", "
 
 @pytest.mark.parametrize("blow", [signal.SIGSTOP, signal.SIGKILL], ids=lambda blow: blow.name)
 def test_fr_27(
-    blow: signal.Signals, struck_server: Server, reference: Reference, figures: dict[str, Any]
+    blow: signal.Signals,
+    kind: DrafterKind,
+    struck_server: Server,
+    reference: Reference,
+    figures: dict[str, Any],
 ) -> None:
-    """Red when a wait has no deadline, output changes, health depends on the drafter, or drafts
-    do not come back, of a stopped drafter or of the one that is started for a killed one."""
-    figures.update(strike_in_mid_stream(struck_server, reference, blow))
+    """Red when a wait has no deadline, output changes, health depends on the drafter, or drafts and
+    hits do not come back, of a stopped drafter or of the one that is started for a killed one."""
+    figures.update(strike_in_mid_stream(kind, struck_server, reference, blow))
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "abc"])

@@ -6,6 +6,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from harness.checkpoints import DrafterKind
 from harness.client import Request, generate, generate_all
 from harness.drafter_faults import (
     assert_drafts_again,
@@ -21,7 +22,7 @@ from harness.reference import Reference, assert_same
 from harness.server import Server
 
 
-def test_fr_30(struck_server: Server, reference: Reference) -> None:
+def test_fr_30(kind: DrafterKind, struck_server: Server, reference: Reference) -> None:
     """Red when a health check waits for a stopped drafter or a long prefill, or a server whose
     drafter is stopped looks as if it drafted, or numbers divide by what no round gave."""
     server = struck_server
@@ -47,5 +48,5 @@ def test_fr_30(struck_server: Server, reference: Reference) -> None:
     finally:
         drafter.send_signal(signal.SIGCONT)
     wait_until_ready(server)
-    assert_drafts_again(server, reference)
+    assert_drafts_again(kind, server, reference)
     assert_soon_shows(server, "ssd_degraded", [0])
