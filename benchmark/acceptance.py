@@ -58,7 +58,11 @@ ITEMS: dict[str, tuple[str, ...]] = {
         "test/e2e/test_entry_points.py",
         "test/e2e/test_sglang_kits.py",
     ),
-    "faults": ("test/e2e/test_faults.py",),
+    "faults": (
+        "test/e2e/test_faults.py",
+        "test/e2e/test_keyed_drafter.py",
+        "test/e2e/test_resync.py",
+    ),
     "chaos": ("test/e2e/test_chaos.py", "test/e2e/test_soak.py"),
     "life-cycle": ("test/e2e/test_life_cycle.py",),
     "operation": (

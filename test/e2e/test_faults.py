@@ -1,6 +1,7 @@
 """A drafter that is exchanged, late, short of context or broken costs speed and nothing else.
 
-One that is stopped, killed or absent is in field_cases/test_fr27_faults.py.
+One that is stopped, killed or absent is in field_cases/test_fr27_faults.py, one that was started by
+hand behind keys in test_keyed_drafter.py.
 """
 
 from __future__ import annotations
@@ -22,14 +23,11 @@ from harness.drafter_faults import (
     wait_until_ready,
 )
 from harness.draws import FILTERS, assert_same_draws, seeded
-from harness.hand_drafter import drafter_by_hand
 from harness.idle import assert_drained
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter
 from harness.server import ServerPool, ServerSpec
-from servers import free_port
-from sglang_ssd.keys import make_keys
 
 
 def test_the_drafter_is_exchanged_under_load(
@@ -138,44 +136,3 @@ def test_a_drafter_that_cannot_serve_stops_the_start(
     says = reason.format(broken=broken, left=TRUNCATED_BYTES, whole=whole)
     spec = ServerSpec(model=str(target), drafter=str(broken))
     assert_ends_at_start(pool, spec, "the SSD drafter did not start: ", says)
-
-
-@pytest.fixture
-def key_folder(tmp_path: Path) -> Path:
-    make_keys(tmp_path / "keys")
-    return tmp_path / "keys"
-
-
-def test_a_drafter_by_hand_behind_keys_may_go_and_come_back(
-    target: Path, pool: ServerPool, reference: Reference, key_folder: Path
-) -> None:
-    """Red when a target needs a restart to find its drafter again, or talks without keys."""
-    port = free_port()
-    settings = {
-        "endpoint": f"tcp://127.0.0.1:{port}",
-        "secret_key": str(key_folder / "target/target.key_secret"),
-        "peer_keys": str(key_folder / "target/drafter.key"),
-    }
-    spec = ServerSpec(model=str(target), drafter=str(target), settings=tuple(settings.items()))
-    endpoint = f"tcp://0.0.0.0:{port}"
-    keys = ("--secret-key", str(key_folder / "drafter/drafter.key_secret"))
-    keys += ("--peer-keys", str(key_folder / "drafter/targets"))
-    server = pool.start(spec)
-    try:
-        with drafter_by_hand(target, endpoint, *keys):
-            server.wait_until_ready()
-            assert_drafts_again("self", server, reference)
-        cases = long_requests(server, 2)
-        assert_same(reference, cases, generate_all(server.url, cases))
-        assert status(server)["state"] == "dead"
-        refused = reload(server)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["message"] == (
-            "the drafter was not started by this server: start another one at its endpoint"
-        )
-        with drafter_by_hand(target, endpoint, *keys):
-            wait_until_ready(server)
-            assert status(server)["replicas"][0]["restarts"] == 1
-            assert_drafts_again("self", server, reference)
-    finally:
-        server.stop()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -62,7 +64,15 @@ class Stream(msgspec.Struct, frozen=True):
 
     @property
     def longest_gap(self) -> float:
-        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+        return self.longest_gap_since(0.0)
+
+    def longest_gap_since(self, since: float) -> float:
+        times = [at for at in self.times if at >= since]
+        return max((b - a for a, b in pairwise(times)), default=0.0)
+
+    def tokens_by(self, when: float) -> int:
+        arrived = zip(self.times, self.counts, strict=True)
+        return max((count for at, count in arrived if at <= when), default=0)
 
 
 def generate(url: str, request: Request) -> Answer:
@@ -116,6 +126,31 @@ def in_background(url: str, request: Request, seen: list[int] | None = None) -> 
     threads.shutdown(wait=False)
     assert started.wait(120), f"no token within two minutes: {request}"
     return future
+
+
+@contextmanager
+def streamed_beside(
+    url: str, requests_: Sequence[Request]
+) -> Iterator[list[tuple[Request, Answer]]]:
+    """Each of them is under way all through the block: streamed, and again when it has ended. The
+    list has every answer once the block is over."""
+    answers: list[tuple[Request, Answer]] = []
+    is_over = threading.Event()
+    first = [in_background(url, request) for request in requests_]
+
+    def ask_on(request: Request, running: Future[Stream]) -> None:
+        answers.append((request, running.result().answer))
+        while not is_over.is_set():
+            answers.append((request, stream(url, request).answer))
+
+    with ThreadPoolExecutor(len(requests_)) as clients:
+        asking = [clients.submit(ask_on, *one) for one in zip(requests_, first, strict=True)]
+        try:
+            yield answers
+        finally:
+            is_over.set()
+        for one in asking:
+            one.result()
 
 
 def stream_increments(url: str, request: Request) -> tuple[list[str], Answer]:

@@ -16,7 +16,7 @@ LEAVING_S = 2.0
 
 def drafter_status(server: Server) -> DrafterStatus:
     """What the drafter itself says, over a connection of our own."""
-    transport = TargetSocket(server.drafter_endpoint())
+    transport = TargetSocket(server.drafter_endpoint(), server.drafter_keys())
     try:
         for _ in range(50):
             transport.send(StatusRequest())

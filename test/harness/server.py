@@ -21,6 +21,7 @@ import psutil
 import requests
 
 from servers import free_port
+from sglang_ssd.wire.curve import KeyFiles
 
 READY_LIMIT_S = 600.0
 STOP_LIMIT_S = 60.0
@@ -200,6 +201,13 @@ class Server:
     def drafter_endpoint(self) -> str:
         named: str | None = dict(self.spec.settings).get("endpoint")
         return named if named is not None else endpoint_of(self.drafter_process())
+
+    def drafter_keys(self) -> KeyFiles | None:
+        """Those with which it connects to a drafter that it names by endpoint."""
+        named = dict(self.spec.settings)
+        if "secret_key" not in named:
+            return None
+        return KeyFiles(secret=named["secret_key"], peers=named["peer_keys"])
 
     def stop(self, how: signal.Signals = signal.SIGTERM, limit_s: float = STOP_LIMIT_S) -> int:
         """Send one signal and wait until all processes of the server are gone.
