@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,26 @@ def wait_until_ready(server: Server, limit_s: float = 300.0) -> None:
     while (state := status(server))["state"] != "ready":
         assert time.monotonic() < deadline, state
         time.sleep(0.2)
+
+
+@contextmanager
+def without_drafter(server: Server) -> Iterator[None]:
+    """The server's drafter is killed, and the one that takes its place loads when the block is
+    over."""
+    killed = server.drafter_process()
+    killed.kill()
+    killed.wait(60)
+    deadline = time.monotonic() + 60
+    while not (found := server.drafter_processes()):
+        assert time.monotonic() < deadline, "no other drafter is started"
+        time.sleep(0.01)
+    (successor,) = found
+    successor.suspend()
+    try:
+        yield
+        assert status(server)["state"] == "restarting"
+    finally:
+        successor.resume()
 
 
 def reload(server: Server, **body: str) -> requests.Response:

@@ -12,9 +12,11 @@ import requests as http
 from harness.benchmark import Backend, bench_serving, flags_for
 from harness.checkpoints import DrafterKind
 from harness.client import Answer, Request, generate_all, openai
+from harness.drafter_faults import assert_drafts_again, wait_until_ready, without_drafter
 from harness.idle import assert_drained
-from harness.metrics import samples
+from harness.metrics import assert_soon_shows, samples
 from harness.prompts import STORY, load_prompts
+from harness.reference import Reference, assert_same
 from harness.rounds import RoundCounter
 from harness.server import Server
 
@@ -47,6 +49,8 @@ ITL_ERROR = 0.15
 """Share by which a mean over tokens, times their number, may miss the time that the answers took.
 Both are sums of the same gaps between chunks, so a slow machine moves both alike; what is left is
 how many tokens the mean is over."""
+ACCEPTED = re.compile(r"Decode batch.*accept len: ([\d.]+), accept rate: ([\d.]+)")
+"""Of SGLang's log line."""
 LAST_INTERVAL = 0.1
 """Share by which SGLang's average may be off: it lacks the rounds since the last log line."""
 
@@ -97,18 +101,52 @@ def test_fr_34(kind: DrafterKind, server: Server, figures: dict[str, Any]) -> No
     assert 1 + NUM_STEPS * low / 2 <= logged_by(server) <= 1 + NUM_STEPS * min(1, high + 0.1)
 
 
-def gauge_of(server: Server) -> float:
+def gauge_of(server: Server, name: str = "spec_accept_length") -> float:
     """SGLang's gauge; it and the log line are of the same last interval."""
-    return max(samples(server, "spec_accept_length").values())
+    return max(samples(server, name).values())
 
 
 def logged_by(server: Server) -> float:
-    return float(re.findall(r"Decode batch.*accept len: ([\d.]+)", server.log_text())[-1])
+    return float(ACCEPTED.findall(server.log_text())[-1][0])
 
 
 def averaged_by(server: Server) -> float:
-    info = http.get(f"{server.url}/server_info", timeout=30).json()["internal_states"][0]
-    return float(info["avg_spec_accept_length"])
+    return float(internal_state(server)["avg_spec_accept_length"])
+
+
+def internal_state(server: Server) -> dict[str, Any]:
+    state: dict[str, Any]
+    (state,) = http.get(f"{server.url}/server_info", timeout=30).json()["internal_states"]
+    return state
+
+
+def test_fr_34_without_a_drafter(
+    kind: DrafterKind, struck_server: Server, reference: Reference
+) -> None:
+    """Red when numbers of a server whose drafter is dead divide by what no round gave, or are other
+    than those of plain decode: one token a round, no draft right."""
+    server = struck_server
+    params = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    cases = [Request(p.input_ids, params) for p in load_prompts(server.spec.model, 4)]
+    assert_drained(server)
+    with without_drafter(server):
+        assert http.post(f"{server.url}/flush_cache", timeout=60).ok  # SGLang averages anew
+        assert "avg_spec_accept_length" not in internal_state(server), "of no round"
+        counter, log = RoundCounter(server), server.log_text()
+        answers = generate_all(server.url, cases)
+        for answer in answers:
+            assert_adds_up(answer.meta_info)
+            assert answer.num_correct_drafts == answer.meta_info["spec_accept_rate"] == 0
+        rounds = counter.since()
+        assert rounds.plain_decode["drafter_down"] >= len(cases) * (NUM_TOKENS - 1)
+        assert (rounds.drafted_rows, rounds.correct_drafts) == (0, 0)
+        assert averaged_by(server) == gauge_of(server) == 1
+        assert gauge_of(server, "spec_accept_rate") == 0
+        assert set(ACCEPTED.findall(server.log_text().removeprefix(log))) == {("1.00", "0.00")}
+        assert_soon_shows(server, "ssd_degraded", [1])
+    assert_same(reference, cases, answers)
+    wait_until_ready(server)
+    assert_drafts_again(kind, server, reference)
 
 
 def test_fr_34_openai(server: Server) -> None:
