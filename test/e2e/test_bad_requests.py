@@ -14,7 +14,9 @@ import pytest
 import requests as http
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
-from harness.client import Request, generate, generate_all
+from harness.client import Request, generate, generate_all, streamed_beside
+from harness.prompts import load_prompts
+from harness.reference import Reference, assert_same
 from harness.server import Server, ServerPool
 
 NOT_SERVED = "not served with --speculative-algorithm SSD"
@@ -124,6 +126,10 @@ def test_an_empty_processor_is_none(server: Server) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_generate_refuses_with_the_whole_reason(server: Server, case: BadRequest) -> None:
     """Red when a parameter that is not served is ignored, or the client is not told which."""
+    assert_refused(server, case)
+
+
+def assert_refused(server: Server, case: BadRequest) -> None:
     body = {"text": "Hello", **case.fields}
     answer = http.post(f"{server.url}/generate", json=body, timeout=60)
     assert answer.status_code == 400
@@ -160,22 +166,38 @@ def test_openai_refuses_with_the_whole_reason(server: Server, path: str, stream:
         assert answer.json()["message"] == says
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ('{"modelpath": "x"}', "Object contains unknown field `modelpath`"),
-        ('{"model_path": 5}', "Expected `str | null`, got `int` - at `$.model_path`"),
-        ("{", "Input data was truncated"),
-        ("[]", "Expected `object`, got `array`"),
-    ],
-    ids=["unknown-field", "wrong-type", "cut-off", "no-object"],
-)
+RELOADS = {
+    "unknown-field": ('{"modelpath": "x"}', "Object contains unknown field `modelpath`"),
+    "wrong-type": ('{"model_path": 5}', "Expected `str | null`, got `int` - at `$.model_path`"),
+    "cut-off": ("{", "Input data was truncated"),
+    "no-object": ("[]", "Expected `object`, got `array`"),
+}
+
+
+@pytest.mark.parametrize(("body", "says"), RELOADS.values(), ids=RELOADS)
 def test_reload_refuses_a_body(server: Server, body: str, says: str) -> None:
     """Red when a misspelt field reloads the present model instead."""
+    assert_no_reload(server, body, says)
+
+
+def assert_no_reload(server: Server, body: str, says: str) -> None:
     answer = http.post(f"{server.url}/ssd/reload_drafter", data=body, timeout=60)
     assert answer.status_code == 400
     whole = f"body of /ssd/reload_drafter: {says}; known are model_path, revision"
     assert answer.json() == {"error": {"message": whole}}
+
+
+def test_no_request_notices_a_bad_one(server: Server, reference: Reference) -> None:
+    """Red when one that is refused costs another, which runs meanwhile, its answer or drafts."""
+    (prompt,) = load_prompts(server.spec.model, 1)
+    good = Request(prompt.input_ids, {"max_new_tokens": 60, "ignore_eos": True})
+    with streamed_beside(server.url, [good]) as beside:
+        for case in CASES:
+            assert_refused(server, case)
+        for body, says in RELOADS.values():
+            assert_no_reload(server, body, says)
+    assert_same(reference, *zip(*beside, strict=True))
+    assert all(answer.num_correct_drafts > 0 for _, answer in beside)
 
 
 def test_reload_refuses_a_model(server: Server, tmp_path: Path) -> None:

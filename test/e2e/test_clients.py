@@ -13,11 +13,12 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 from harness.benchmark import Backend, bench_serving
-from harness.client import Request, generate
+from harness.client import Request, streamed_beside
 from harness.frontend import CITIES, introduce, run_batch, run_streamed, tour
 from harness.grammars import SCHEMA
 from harness.logprobs import MAX_DIFFERENCE
-from harness.reference import Reference
+from harness.reference import Reference, assert_same
+from harness.rounds import assert_drafted
 from harness.server import Server, ServerPool
 
 TOOL: Any = {
@@ -329,13 +330,16 @@ SGLang all the same."""
 
 def test_request_errors_are_sglangs_own(server: Server, reference: Reference) -> None:
     """Red when a bad request, streamed or not, is answered unlike the plain server does, or hurts a
-    good one."""
-    for path, body in MALFORMED:
-        for sent in (body,) if isinstance(body, str) else (body, {**body, "stream": True}):
-            expected, got = (_refused(which, path, sent) for which in (reference.server, server))
-            assert got.status_code == expected.status_code, (path, sent, got.text)
-            assert _said(got) == _said(expected), (path, sent)
-    assert generate(server.url, Request("Still here?", {"max_new_tokens": 4})).output_ids
+    good one that runs meanwhile."""
+    good = Request("Still here?", {"max_new_tokens": 60, "ignore_eos": True})
+    with streamed_beside(server.url, [good]) as beside:
+        for path, body in MALFORMED:
+            for sent in (body,) if isinstance(body, str) else (body, {**body, "stream": True}):
+                expected, got = (_refused(one, path, sent) for one in (reference.server, server))
+                assert got.status_code == expected.status_code, (path, sent, got.text)
+                assert _said(got) == _said(expected), (path, sent)
+    assert_same(reference, *zip(*beside, strict=True))
+    assert_drafted("self", [answer for _, answer in beside])
 
 
 def _refused(which: Server, path: str, body: Any) -> Any:
