@@ -6,6 +6,7 @@ the next.
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
@@ -72,8 +73,8 @@ def pair(
     spec_for: Any,
 ) -> tuple[Server, Server]:
     first, second = (
-        spec_for("noisy", num_steps=num_steps, settings=(("endpoint", endpoint),))
-        for num_steps in NUM_STEPS
+        spec_for("noisy", num_steps=num_steps, settings=(("endpoint", endpoint), *ignored))
+        for num_steps, ignored in zip(NUM_STEPS, ((("fan_out", 1),), ()), strict=True)
     )
     return pool.get(first), second_pool.get(second)
 
@@ -85,6 +86,15 @@ def assert_is_theirs(drafter: subprocess.Popen[bytes], server: Server) -> None:
     for state in status(server)["replicas"]:
         assert (state["state"], state["drafter_pid"]) == ("ready", drafter.pid)
         assert (state["drafter_alive"], state["drafter_model"]) == (None, None)
+
+
+def test_settings_of_the_drafter_are_not_the_servers(pair: tuple[Server, Server]) -> None:
+    """Red when a server that was given some does not say that they are without effect, or says it
+    of what it was not given."""
+    given = "--ssd-drafter-dtype, --ssd-drafter-max-total-tokens"  # by every server of the tests
+    for server, flags in zip(pair, (f"--ssd-fan-out, {given}", given), strict=True):
+        said = re.findall(r"(--ssd-\S.*): without effect, (.*)", server.log_text())
+        assert said == [(flags, "because the drafter at --ssd-endpoint has settings of its own")]
 
 
 def test_both_are_served_at_the_same_time(

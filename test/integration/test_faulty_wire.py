@@ -6,11 +6,13 @@ slot was in one place all along.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
 
 from sglang_ssd.config import SsdConfig
+from sglang_ssd.drafter import handshake
 from sglang_ssd.target.draft_client import DraftClient
 from sglang_ssd.target.reply_deadline import ReplyDeadline
 from sglang_ssd.wire.fake import FakeTargetEnd, FakeWire, Faults
@@ -333,6 +335,62 @@ def test_a_drafter_that_was_started_again_is_told_everything(wire, backup):
     assert server.client.stats.resyncs == len(PROMPTS)
     assert server.client.stats.missed_deadlines <= 1
     assert server.client.stats.on_time_rows > on_time, "speculation resumes"
+
+
+class UpgradedWire(FakeWire):
+    """Of a drafter that is stopped, upgraded to the next version and started again: then either
+    side sees the other's stamp."""
+
+    is_upgraded = False
+
+    def upgrade(self):
+        self.is_upgraded = True
+        for direction in self.faults:  # what was under way is lost
+            self.kill(direction)
+            self.revive(direction)
+
+    def post(self, direction, peer, frames):
+        if self.is_upgraded:
+            stamp = SCHEMA_VERSION + (1 if direction == "to_target" else -1)
+            frames = [bytes([stamp]) + frames[0][1:], *frames[1:]]
+        super().post(direction, peer, frames)
+
+
+def test_a_target_decodes_plainly_until_it_speaks_its_drafters_version(monkeypatch, caplog):
+    """The drafter is upgraded first, as docs/operations.md tells. Red when a live target waits for
+    it, or talks on, round after round, takes anything that it says, does not tell why there are no
+    drafts, or does not go on with one of its own version."""
+    wire = UpgradedWire(seed=3, tick_s=0.02)
+    server = Server(wire, draft_seed=0, backup="jit")
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.round()
+    client, stats = server.client, server.client.stats
+    drafted = stats.correct_drafts, stats.on_time_rows
+    with monkeypatch.context() as upgrade:
+        upgrade.setattr(handshake, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
+        wire.upgrade()
+        server.loop = server.new_drafter()
+        with caplog.at_level(logging.WARNING):
+            server.run()
+        assert client.state == "refused"
+        assert client.link.last_error == (
+            "the SSD drafter refuses this target: "
+            f"schema version {SCHEMA_VERSION}, the drafter speaks {SCHEMA_VERSION + 1}"
+        )
+        assert client.link.last_error in caplog.messages
+        assert (stats.correct_drafts, stats.on_time_rows) == drafted
+        assert stats.missed_deadlines == 1
+        assert set(stats.plain_decode) == {"late", "drafter_down"}
+        late = stats.plain_decode["late"]
+        assert late == 2 * len(PROMPTS), "of the rounds that waited, and that asked who is there"
+        assert server.loop.status().refused.keys() == {"hello"}, "nothing else was said"
+    server.expect_plain_texts()
+    wire.is_upgraded, server.loop = False, server.new_drafter()
+    server.begin_again(*PROMPTS)
+    server.run()
+    server.expect_plain_texts()
+    assert client.state == "ready"
+    assert stats.hits > 0
 
 
 def test_what_nobody_took_was_never_lost(wire, monkeypatch):
