@@ -17,7 +17,7 @@ from harness.reference import Reference
 from harness.server import ServerPool
 
 ENGINE_PROGRAM = """
-import json, sys
+import json, os, signal, sys, time
 import sglang
 
 if __name__ == "__main__":
@@ -27,14 +27,24 @@ if __name__ == "__main__":
         input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": 24}
     )
     state = engine.get_server_info()["internal_states"][0]["ssd"]
-    print("RESULT" + json.dumps({"answers": answers, "ssd": state}), flush=True)
+    os.kill(state["drafter_pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    struck = state
+    while "signal" not in struck["last_error"]:
+        assert time.monotonic() < deadline, struck
+        struck = engine.get_server_info()["internal_states"][0]["ssd"]
+    again = engine.generate(
+        input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": 24}
+    )
+    result = {"answers": answers, "ssd": state, "struck": struck, "again": again}
+    print("RESULT" + json.dumps(result), flush=True)
     engine.shutdown()
 """
 
 
 def test_engine(target: Path, reference: Reference, tmp_path: Path) -> None:
-    """Red when the plugin relies on a server's command line, an Engine hangs at its end, or
-    get_server_info() does not say how its drafter fares."""
+    """Red when the plugin relies on a server's command line, an Engine hangs at its end, also while
+    its drafter is started again, or get_server_info() does not say how its drafter fares."""
     prompts = [prompt.input_ids for prompt in load_prompts(str(target), 4)]
     options = {
         "model_path": str(target),
@@ -65,10 +75,13 @@ def test_engine(target: Path, reference: Reference, tmp_path: Path) -> None:
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
     result = json.loads(line.removeprefix("RESULT"))
     expected = reference.answers([Request(ids, {"max_new_tokens": 24}) for ids in prompts])
-    assert [a["output_ids"] for a in result["answers"]] == [a.output_ids for a in expected]
-    state = result["ssd"]
+    for answers in (result["answers"], result["again"]):
+        assert [a["output_ids"] for a in answers] == [a.output_ids for a in expected]
+    state, struck = result["ssd"], result["struck"]
     assert state["correct_drafts"] > 0
     assert (state["state"], state["live_sequences"], state["last_error"]) == ("ready", 0, "")
+    assert struck["state"] == "restarting"
+    assert f"process {state['drafter_pid']} ended with signal 9" in struck["last_error"]
 
 
 def test_launcher_without_the_algorithm_is_a_plain_server(reference: Reference) -> None:
