@@ -18,9 +18,9 @@ from harness.server import Server, ServerPool
 
 NUM_REQUESTS = 8
 PROMPT_LEN = 150
-SHORT, LONG = 120, 480
+SHORT, LONG = 120, 640
 """Tokens of an answer; a long one outlasts a drafter and the loading of the next."""
-LEAST_MS, MOST_MS = 500, 5000
+LEAST_MS, MOST_MS = 500, 10000
 """Bounds of the reply deadline."""
 SETTINGS = (
     ("resync_tokens", 1),  # at least one request is told, so this is one a round
