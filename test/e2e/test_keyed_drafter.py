@@ -35,6 +35,9 @@ from sglang_ssd.wire.messages import StatusRequest
 from sglang_ssd.wire.notices import INTERVAL_S
 from sglang_ssd.wire.transport import DrafterSocket
 
+pytestmark = pytest.mark.timeout(1800)
+"""Whichever test is first starts the server and the reference, and each waits for a drafter."""
+
 NUM_STRANGERS = 2
 """With the right key, each of whom talks the same nonsense."""
 
