@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from sglang_ssd.core.fan_out import fan_out_reasons
-from sglang_ssd.wire.endpoints import ALLOWED_ENDPOINTS, endpoint_refusal
+from sglang_ssd.wire.endpoints import ALLOWED_ENDPOINTS, endpoint_refusal, is_here
 
 CONFIG_ENV = "SGLANG_SSD_CONFIG"
 """Environment variable that carries the config: JSON text, or the path of a JSON file."""
@@ -215,7 +215,7 @@ class SsdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         str,
         _help(
             "Cores of the target on a CPU machine. auto: two thirds of the cores, or all of them "
-            "where no drafter runs. Holds without SSD too."
+            "where no drafter runs on this machine. Holds without SSD too."
         ),
     ] = "auto"
     drafter_cores: Annotated[
@@ -247,15 +247,22 @@ OF_THE_DRAFTER = frozenset(
 none of them, but for mode off."""
 
 
+def drafter_is_here(config: SsdConfig) -> bool:
+    """Whether the drafter of a target of this config is on the target's machine."""
+    return config.endpoint is None or is_here(config.endpoint)
+
+
 def without_effect(config: SsdConfig) -> list[str]:
     """Flags that differ from their defaults and mean nothing to a target of this config."""
     if config.endpoint is None or config.mode == "off":
         return []
     defaults = SsdConfig()
+    # A target leaves those cores to a drafter on its machine.
+    unread = OF_THE_DRAFTER - ({"drafter_cores"} if drafter_is_here(config) else set())
     return [
         flag_name(name)
         for name in SsdConfig.__struct_fields__
-        if name in OF_THE_DRAFTER and getattr(config, name) != getattr(defaults, name)
+        if name in unread and getattr(config, name) != getattr(defaults, name)
     ]
 
 

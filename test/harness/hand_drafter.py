@@ -14,6 +14,7 @@ from typing import Any
 from harness.server import KV_TOKENS
 from sglang_ssd.config import CONFIG_ENV, SsdConfig
 from sglang_ssd.platform.affinity import format_cores, split_cores
+from sglang_ssd.wire.endpoints import is_here
 
 
 @contextmanager
@@ -24,14 +25,15 @@ def drafter_by_hand(
     settings: Mapping[str, Any] | None = None,
     log: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """One that starts, on the cores that targets leave; a server waits for it.
+    """One that starts, on the cores that targets leave: on this machine of its own accord.
 
     settings: SsdConfig fields of its environment. log: where it logs to, unless beside the test.
     """
-    cores = split_cores(SsdConfig(), tuple(sorted(os.sched_getaffinity(0)))).drafter
     argv = ["--model-path", str(model), "--endpoint", endpoint, "--device", "cpu"]
-    argv += ["--dtype", "float32", "--max-total-tokens", str(KV_TOKENS)]
-    argv += ["--cores", format_cores(cores), *flags]
+    argv += ["--dtype", "float32", "--max-total-tokens", str(KV_TOKENS), *flags]
+    if not is_here(endpoint):
+        cores = split_cores(SsdConfig(), tuple(sorted(os.sched_getaffinity(0)))).drafter
+        argv += ["--cores", format_cores(cores)]
     with nullcontext() if log is None else log.open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "sglang_ssd.drafter", *argv],

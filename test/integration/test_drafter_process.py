@@ -203,6 +203,29 @@ def test_cores_bound_by_hand_hold_and_those_of_a_target_do_not(
 
 
 @pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("ipc:///run/ssd/drafter", {2}),
+        ("tcp://127.0.0.1:5555", {2}),
+        ("tcp://0.0.0.0:5555", {0, 1, 2}),
+    ],
+)
+def test_beside_targets_a_drafter_takes_the_cores_that_they_leave(
+    endpoint: str, expected: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a drafter by hand and its target wait for each other's cores in every layer."""
+    bound = [{0, 1, 2}]
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: bound[-1])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(set(cores)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "1")
+    settings = msgspec.structs.replace(ALL, cores="auto", parent_pid=None, endpoint=endpoint)
+    _bind_cores(settings)
+    assert bound[-1] == expected
+
+
+@pytest.mark.parametrize(
     ("device", "inherited", "expected"),
     [
         ("cpu", None, "ssd_cpu"),

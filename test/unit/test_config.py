@@ -131,6 +131,9 @@ def test_what_is_without_effect_on_another_drafter_is_known() -> None:
     settings = {"fan_out": [4], "drafter_cores": "0", "restart_delay_s": 1, "trace": "t.json"}
     assert without_effect(build_config(settings)) == []
     assert without_effect(build_config({**settings, "endpoint": "ipc:///d"})) == [
+        *("--ssd-fan-out", "--ssd-restart-delay-s")
+    ]
+    assert without_effect(build_config({**settings, "endpoint": "tcp://10.0.0.1:5000"})) == [
         *("--ssd-fan-out", "--ssd-restart-delay-s", "--ssd-drafter-cores")
     ]
     assert without_effect(build_config({**settings, "endpoint": "ipc:///d", "mode": "off"})) == []

@@ -42,7 +42,8 @@ from sglang_ssd.drafter.process import (
     process_exists,
     split_device,
 )
-from sglang_ssd.platform.affinity import format_cores, parse_cores
+from sglang_ssd.platform.affinity import format_cores, parse_cores, split_cores
+from sglang_ssd.wire.endpoints import is_here
 
 if TYPE_CHECKING:
     from sglang_ssd.drafter.loop import DraftLoop
@@ -226,7 +227,7 @@ def _bind_cores(settings: DrafterSettings) -> None:
     if cores != "auto":
         wanted: Collection[int] = parse_cores(cores)
     elif settings.parent_pid is None:
-        wanted = os.sched_getaffinity(0)
+        wanted = _cores_beside_a_target(settings.endpoint)
     else:
         wanted = range(os.cpu_count() or 1)
     try:
@@ -238,6 +239,13 @@ def _bind_cores(settings: DrafterSettings) -> None:
     # SGLang binds threads of its own accord; this is the variable that it asks where.
     os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = format_cores(lent)
     logger.info("runs on cores %s", format_cores(lent))
+
+
+def _cores_beside_a_target(endpoint: str) -> Collection[int]:
+    """Two processes that compute on the same cores wait for each other in every layer."""
+    lent = tuple(sorted(os.sched_getaffinity(0)))
+    is_bound = len(lent) < (os.cpu_count() or 1)
+    return lent if is_bound or not is_here(endpoint) else split_cores(SsdConfig(), lent).drafter
 
 
 def _choose_device(device: str) -> str:

@@ -133,7 +133,9 @@ class DrafterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cores: Annotated[
         str,
         _help(
-            "CPU cores to run on. auto: every core that the machine lends us.",
+            "CPU cores to run on. auto: those that a target on this machine leaves by default (the "
+            "last third), if the endpoint is on this machine and nothing has bound this process; "
+            "or else every core that it is lent.",
             allowed="auto, or core numbers such as 0-2,5",
         ),
     ] = "auto"

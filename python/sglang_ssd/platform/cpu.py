@@ -20,7 +20,14 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch import Tensor, nn
 
-from sglang_ssd.config import ALGORITHM, CPU_PLATFORM, PLATFORM_ENV, SsdConfig, load_config
+from sglang_ssd.config import (
+    ALGORITHM,
+    CPU_PLATFORM,
+    PLATFORM_ENV,
+    SsdConfig,
+    drafter_is_here,
+    load_config,
+)
 from sglang_ssd.platform import affinity
 
 logger = logging.getLogger(__name__)
@@ -182,7 +189,8 @@ def _target_cores() -> tuple[int, ...]:
 
     config = load_config()
     speculates = get_spec().speculative_algorithm == ALGORITHM and config.mode != "off"
-    split = affinity.split_cores(config, affinity.lent_cores(), drafter_beside=speculates)
+    is_beside = speculates and drafter_is_here(config)
+    split = affinity.split_cores(config, affinity.lent_cores(), drafter_beside=is_beside)
     return _of_this_replica(split.target)
 
 

@@ -41,6 +41,11 @@ def endpoint_refusal(endpoint: str, *, has_keys: bool) -> str | None:
     return None
 
 
+def is_here(endpoint: str) -> bool:
+    """Whether both ends are on this machine."""
+    return endpoint.startswith(IPC) or urlsplit(endpoint).hostname in LOOPBACK_HOSTS
+
+
 def validate_endpoint(endpoint: str, *, has_keys: bool = False) -> str:
     """The endpoint itself; ValueError says what is wrong with it and what is allowed."""
     refusal = endpoint_refusal(endpoint, has_keys=has_keys)
