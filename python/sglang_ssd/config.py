@@ -20,6 +20,7 @@ import msgspec
 
 from sglang_ssd.core.fan_out import fan_out_reasons
 from sglang_ssd.wire.endpoints import ALLOWED_ENDPOINTS, endpoint_refusal, is_here
+from sglang_ssd.wire.messages import MAX_NUM_STEPS as MAX_NUM_STEPS
 
 CONFIG_ENV = "SGLANG_SSD_CONFIG"
 """Environment variable that carries the config: JSON text, or the path of a JSON file."""
@@ -31,7 +32,6 @@ PLATFORM_ENV = "SGLANG_PLATFORM"
 CPU_PLATFORM = "ssd_cpu"
 """Our platform's name in SGLang's variable, and that of its attention backend."""
 
-MAX_NUM_STEPS = 16
 DEFAULT_NUM_STEPS = 4
 
 ALLOWED_TEXTS = {

@@ -227,6 +227,18 @@ def test_one_receive_is_bounded(drafter, connect):
     assert [one.message.rids for one in received] == [[str(number)] for number in range(600)]
 
 
+def test_one_receive_is_bounded_in_bytes_too(drafter, connect):
+    """Red when a peer's long messages are all decoded at once, for seconds."""
+    target = connect(drafter.endpoint)
+    ids = list(range(1 << 18))  # 1 MiB
+    for number in range(4):
+        message = DraftSync(rid=str(number), generation=1, committed_len=len(ids), rule=DraftRule())
+        send_connected(target, message, [ids])
+    time.sleep(0.2)
+    for number in range(4):
+        assert [one.message.rid for one in drafter.receive(PATIENCE_S)] == [str(number)]
+
+
 def test_a_target_finds_a_drafter_that_was_started_again(tmp_path, connect):
     endpoint = f"ipc://{tmp_path}/drafter"
     target = connect(endpoint)

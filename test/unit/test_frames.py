@@ -18,7 +18,9 @@ from sglang_ssd.wire.frames import (
     encode,
 )
 from sglang_ssd.wire.messages import (
+    MAX_NUM_STEPS,
     MAX_RANK,
+    MAX_ROWS,
     MAX_RULE_TOKENS,
     REFUSED_CAUSES,
     SCHEMA_VERSION,
@@ -229,6 +231,49 @@ def test_a_wrong_row_is_named():
     message = msgspec.structs.replace(COMMIT, num_tokens=[5, -1])
     with pytest.raises(ProtocolError, match=r"num_tokens\[1\]|num_tokens\[\.\.\.\]"):
         decode_to_drafter(encode(message, [[1, 2, 3, 4]]))
+
+
+def test_a_row_has_no_more_drafts_than_any_target_asks_for():
+    """Red when a drafter's one reply can hold a target up by millions of ids."""
+    for num_drafts, fits in ((MAX_NUM_STEPS, True), (MAX_NUM_STEPS + 1, False)):
+        reply = msgspec.structs.replace(REPLY, num_drafts=[num_drafts, 0, 0])
+        frames = encode(reply, [[1] * num_drafts])
+        if fits:
+            assert decode_to_target(frames) == (reply, [1] * num_drafts)
+        else:
+            with pytest.raises(ProtocolError):
+                decode_to_target(frames)
+
+
+@pytest.mark.parametrize("message", [COMMIT, CLOSE, REPLY], ids=["commit", "close", "reply"])
+def test_a_message_has_a_bounded_number_of_rows(message):
+    """Red when one message can hold its receiver up by a million rows."""
+    decode, ids = (decode_to_target if message is REPLY else decode_to_drafter), [[]]
+    if message is CLOSE:
+        ids = []
+    first = {name: getattr(message, name) for name in message.__struct_fields__}
+    for num_rows, fits in ((MAX_ROWS, True), (MAX_ROWS + 1, False)):
+        wide = msgspec.structs.replace(
+            message,
+            **{
+                name: [0 if name in ("num_tokens", "num_drafts") else value[0]] * num_rows
+                for name, value in first.items()
+                if isinstance(value, list)
+            },
+        )
+        if fits:
+            assert decode(encode(wide, ids)) == (wide, [])
+        else:
+            with pytest.raises(ProtocolError):
+                decode(encode(wide, ids))
+
+
+def test_what_a_refusal_says_is_short():
+    """Red when a peer's own text fills the log of the other end."""
+    header = msgspec.msgpack.encode({"type": "x" * 1_000_000})
+    with pytest.raises(ProtocolError) as refusal:
+        decode_to_target([bytes([SCHEMA_VERSION]) + header])
+    assert len(str(refusal.value)) < 1000
 
 
 def test_oversize_is_refused_before_it_is_decoded():

@@ -40,6 +40,7 @@ Cause = Literal["header", "oversize", "schema_version", "columns", "id_frame", "
 M = TypeVar("M")
 
 _ID_BYTES = 4
+_MAX_ERROR_CHARS = 200  # the decoder's own words repeat a value whole
 # Read under any stamp: they compare the versions.
 _HANDSHAKE = (Hello, Welcome, Refusal, HelloRequest)
 _encoder = msgspec.msgpack.Encoder()
@@ -102,7 +103,9 @@ def _decode(frames: Sequence[bytes], decoder: msgspec.msgpack.Decoder[M]) -> tup
         message = decoder.decode(memoryview(frames[0])[1:])
     except (msgspec.MsgspecError, RecursionError) as error:  # the latter: nested without end
         raise ProtocolError(
-            cause="header", expected="a message of this direction", got=error
+            cause="header",
+            expected="a message of this direction",
+            got=str(error)[:_MAX_ERROR_CHARS],
         ) from error
     if frames[0][0] != SCHEMA_VERSION and not isinstance(message, _HANDSHAKE):
         raise ProtocolError(

@@ -13,7 +13,7 @@ for a rid, so anything that still speaks of an older opening is a no-op.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -30,6 +30,19 @@ MAX_RANK = 1023
 """Ranks from here on are told as this one, so that a target counts a bounded number of them."""
 
 Rank = Annotated[int, msgspec.Meta(ge=-1, le=MAX_RANK)]
+
+MAX_NUM_STEPS = 16
+"""No target asks for more drafts of a row."""
+
+NumDrafts = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUM_STEPS)]
+
+MAX_ROWS = 1 << 14
+"""No message has more: a target that runs as many requests is not known."""
+
+T = TypeVar("T")
+
+Column = Annotated[list[T], msgspec.Meta(max_length=MAX_ROWS)]
+"""One value per row of a message."""
 
 MAX_RID_CHARS = 256
 """A request of a longer name has no drafts: every commit repeats the names of its rows."""
@@ -166,20 +179,20 @@ class VerifyCommit(msgspec.Struct, frozen=True, tag="commit"):
     """
 
     round_id: int  # new for every commit; its replies carry it
-    rids: list[Rid]
-    generations: list[int]
-    base_committed_lens: list[Length]  # ids of row i start at this length
+    rids: Column[Rid]
+    generations: Column[int]
+    base_committed_lens: Column[Length]  # ids of row i start at this length
     # How many drafts this round's verify looked at: for tests and whoever records the wire. The
     # drafter needs no more than the ids.
-    num_verified_drafts: list[Count]
-    num_tokens: list[Count]
+    num_verified_drafts: Column[Count]
+    num_tokens: Column[Count]
 
 
 class DraftClose(msgspec.Struct, frozen=True, tag="close"):
     """Free the sequences. With close_all: every sequence of this target."""
 
-    rids: list[Rid]
-    generations: list[int]
+    rids: Column[Rid]
+    generations: Column[int]
     close_all: bool = False
 
 
@@ -190,12 +203,12 @@ class SpeculateReply(msgspec.Struct, frozen=True, tag="reply"):
     """
 
     round_id: int
-    rids: list[Rid]
-    generations: list[int]
-    base_committed_lens: list[Count]  # drafts of row i continue this length, which is acknowledged
-    num_drafts: list[Count]
-    served: list[Served]
-    bonus_ranks: list[Rank]  # rank of the bonus among its position's guesses; -1: not guessed
+    rids: Column[Rid]
+    generations: Column[int]
+    base_committed_lens: Column[Count]  # acknowledged; drafts of row i continue this length
+    num_drafts: Column[NumDrafts]
+    served: Column[Served]
+    bonus_ranks: Column[Rank]  # rank of the bonus among its position's guesses; -1: not guessed
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status?"):

@@ -41,7 +41,9 @@ HIGH_WATER_MARK = 1024
 RECONNECT_S = 5.0
 """How long nobody takes a message before the endpoint is connected to anew."""
 _MONITOR_S = 1.0
-_MAX_PER_RECEIVE = 256  # so that one peer's flood cannot keep the owner from its own work
+# So that one peer's flood cannot keep the owner from its own work; the rest waits in the socket.
+_MAX_PER_RECEIVE = 256
+_MAX_BYTES_PER_RECEIVE = 1 << 20  # with what passes it nothing else is taken
 
 T = TypeVar("T")
 
@@ -258,12 +260,15 @@ def _receive(
         frames = socket.recv_multipart()
     except zmq.Again:
         return received
+    bytes_left = _MAX_BYTES_PER_RECEIVE
     for num_left in reversed(range(_MAX_PER_RECEIVE)):
+        bytes_left -= sum(map(len, frames))
         try:
             received.append(decode(frames))
         except ProtocolError as error:
             gate.refuse(error)
-        if not num_left or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        is_enough = not num_left or bytes_left <= 0
+        if is_enough or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             break
         frames = socket.recv_multipart()
     gate.stats.received += len(received)
