@@ -9,6 +9,7 @@ import pytest
 
 from sglang_ssd.config import SsdConfig
 from sglang_ssd.drafter.handshake import Abilities, answer_hello, fan_out_for
+from sglang_ssd.wire.frames import decode_to_target, encode
 from sglang_ssd.wire.messages import SCHEMA_VERSION, Hello, Refusal, Welcome
 from sglang_ssd.wire.token_map import (
     TOKENS_PER_BLOCK,
@@ -61,6 +62,17 @@ def test_two_swapped_tokens_are_found_and_their_block_is_sent(swapped: int) -> N
     start = answer.block_index * TOKENS_PER_BLOCK
     assert start <= swapped < start + TOKENS_PER_BLOCK
     assert answer.block_tokens[swapped - start] == f"t{swapped}"
+
+
+def test_a_refusal_fits_its_message_whatever_it_tells() -> None:
+    """Red when a target never hears why, because a token or a reason is too long to be sent."""
+    tokens = ["x" * 5000, "a"]
+    ours = Abilities.of(vocab_size=2, context_len=512, tokens=tokens)
+    hello = msgspec.structs.replace(HELLO, token_map_blocks=digest_blocks(["y", "b"]))
+    config = SsdConfig(fan_out=[1] * 5000)
+    answer, _ = decode_to_target(encode(answer_hello(hello, ours, config=config)))
+    assert isinstance(answer, Refusal)
+    assert answer.block_tokens == [token[:1024] for token in tokens]
 
 
 def test_a_longer_map_differs_in_its_last_block() -> None:

@@ -108,6 +108,7 @@ SIZES = (
 OTHER_TOKENS = "the drafter's tokenizer maps ids to other tokens than the target's; "
 COMMON = [f"t{index}" for index in range(TOKENS_PER_BLOCK + 3)]
 END = len(COMMON)
+LONG = "x" * 5000
 
 
 def said_between(
@@ -136,10 +137,19 @@ def said_between(
         (["x", *COMMON[1:]], COMMON, "id 0 is 'x' for the target, 't0'"),
         ([*COMMON[:-1], ""], COMMON, f"id {END - 1} is '' for the target, 't{END - 1}'"),
         ([*COMMON, "a"], COMMON, f"id {END} is 'a' for the target, None"),
+        ([LONG, "a"], [LONG, "b"], "id 1 is 'a' for the target, 'b'"),
         (COMMON, [*COMMON, "b"], f"id {END} is None for the target, 'b'"),
         (COMMON, COMMON[:TOKENS_PER_BLOCK], f"id {END - 3} is 't{END - 3}' for the target, None"),
     ],
-    ids=["swapped", "first block", "gap", "drafter lacks it", "target lacks it", "whole block"],
+    ids=[
+        "swapped",
+        "first block",
+        "gap",
+        "drafter lacks it",
+        "after a long one",
+        "target lacks it",
+        "whole block",
+    ],
 )
 def test_a_refused_vocabulary_is_one_sentence_with_the_first_difference(
     ours: list[str], theirs: list[str], difference: str, padded: bool

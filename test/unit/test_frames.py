@@ -57,6 +57,7 @@ COMMIT = VerifyCommit(
     num_tokens=[3, 1],
 )
 CLOSE = DraftClose(rids=["a"], generations=[3])
+REFUSAL = Refusal(reasons=["no"])
 WELCOME = Welcome(schema_version=SCHEMA_VERSION, drafter_pid=1, vocab_size=100, context_len=64)
 REPLY = SpeculateReply(
     round_id=9,
@@ -78,7 +79,7 @@ TO_DRAFTER = [
 ]
 TO_TARGET = [
     (WELCOME, None),
-    (Refusal(reasons=["no"]), None),
+    (REFUSAL, None),
     (HelloRequest(), None),
     (REPLY, [1, 2, 3]),
     (STATUS, None),
@@ -266,6 +267,31 @@ def test_a_message_has_a_bounded_number_of_rows(message):
         else:
             with pytest.raises(ProtocolError):
                 decode(encode(wide, ids))
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "fits", "too_long"),
+    [
+        (HELLO, "target_id", "t" * 64, "t" * 65),
+        (HELLO, "token_map_blocks", ["0" * 64] * 512, ["0" * 65]),
+        (HELLO, "token_map_blocks", [""] * 16_384, [""] * 16_385),
+        (WELCOME, "drafter_id", "d" * 64, "d" * 65),
+        (REFUSAL, "reasons", ["r" * 1024] * 16, ["r" * 1025]),
+        (REFUSAL, "reasons", ["r"] * 16, ["r"] * 17),
+        (REFUSAL, "block_tokens", ["\u00e9" * 1024] * 1024, ["t" * 1025]),
+        (REFUSAL, "block_tokens", [""] * 1024, [""] * 1025),
+    ],
+)
+def test_what_an_end_says_of_itself_is_short(message, field, fits, too_long):
+    """Red when a peer's texts fill the log of the other end, or a status."""
+    decode = decode_to_drafter if message is HELLO else decode_to_target
+    for value, is_taken in ((fits, True), (too_long, False)):
+        changed = msgspec.structs.replace(message, **{field: value})
+        if is_taken:
+            assert decode(encode(changed)) == (changed, [])
+        else:
+            with pytest.raises(ProtocolError):
+                decode(encode(changed))
 
 
 def test_what_a_refusal_says_is_short():

@@ -9,7 +9,7 @@ import msgspec
 
 from sglang_ssd.config import MAX_NUM_STEPS, SsdConfig
 from sglang_ssd.core.fan_out import resolve_fan_out
-from sglang_ssd.wire.messages import SCHEMA_VERSION, Hello, Refusal, Welcome
+from sglang_ssd.wire.messages import MAX_REASON_CHARS, SCHEMA_VERSION, Hello, Refusal, Welcome
 from sglang_ssd.wire.token_map import digest_blocks, first_differing_block, token_block
 
 
@@ -55,7 +55,7 @@ def answer_hello(hello: Hello, abilities: Abilities, *, config: SsdConfig) -> We
         reasons.append("the drafter's tokenizer maps ids to other tokens than the target's")
     if reasons:
         return Refusal(
-            reasons=reasons,
+            reasons=[reason[:MAX_REASON_CHARS] for reason in reasons],
             block_index=-1 if block is None else block,
             block_tokens=[] if block is None else token_block(abilities.tokens, block),
             drafter_pid=os.getpid(),

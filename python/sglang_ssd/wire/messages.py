@@ -17,6 +17,8 @@ from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
 
+from sglang_ssd.wire.token_map import MAX_TOKEN_CHARS, TOKENS_PER_BLOCK
+
 SCHEMA_VERSION = 7
 
 MAX_COUNT = (1 << 31) - 1  # sums of a few still fit a message
@@ -48,6 +50,19 @@ MAX_RID_CHARS = 256
 """A request of a longer name has no drafts: every commit repeats the names of its rows."""
 
 Rid = Annotated[str, msgspec.Meta(max_length=MAX_RID_CHARS)]
+
+# What an end says of itself is logged by the other: nothing of it is long.
+PeerId = Annotated[str, msgspec.Meta(max_length=64)]
+Sha256 = Annotated[str, msgspec.Meta(max_length=64)]
+Blocks = Annotated[list[Sha256], msgspec.Meta(max_length=1 << 14)]  # of 16 million tokens
+BlockToken = Annotated[str, msgspec.Meta(max_length=MAX_TOKEN_CHARS)]
+BlockTokens = Annotated[list[BlockToken], msgspec.Meta(max_length=TOKENS_PER_BLOCK)]
+
+MAX_REASON_CHARS = 1024
+"""Whoever refuses cuts what would be longer."""
+
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
+Reasons = Annotated[list[Reason], msgspec.Meta(max_length=16)]
 
 MAX_RULE_TOKENS = 512
 """No list of a DraftRule is longer."""
@@ -131,10 +146,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First message of a target: what it is about to serve. Answered by Welcome or Refusal."""
 
     schema_version: int
-    target_id: str  # unique per server, names the peer in logs
+    target_id: PeerId  # unique per server, names the peer in logs
     num_steps: int
     vocab_size: Length  # rows of the target's lm_head
-    token_map_blocks: list[str]  # sha256 of the token strings of ids [1024 * i, 1024 * (i + 1))
+    token_map_blocks: Blocks  # sha256 of the token strings of ids [1024 * i, 1024 * (i + 1))
     allow_padded_vocab: bool
 
 
@@ -143,15 +158,15 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     drafter_pid: int
     vocab_size: int
     context_len: int
-    drafter_id: str = ""  # new for every drafter process; schema 1 had none
+    drafter_id: PeerId = ""  # new for every drafter process; schema 1 had none
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     """Why the drafter will not serve this target; its tokens of the first block that differs."""
 
-    reasons: list[str]
+    reasons: Reasons
     block_index: int = -1
-    block_tokens: list[str] = []
+    block_tokens: BlockTokens = []  # token_map.token_block
     drafter_pid: int = -1
 
 

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 TOKENS_PER_BLOCK = 1024
+MAX_TOKEN_CHARS = 1024
+"""Of a token as it is told the other end, which logs it."""
 
 
 def token_strings(vocab: Mapping[str, int]) -> list[str]:
@@ -17,13 +19,18 @@ def token_strings(vocab: Mapping[str, int]) -> list[str]:
 def digest_blocks(tokens: Sequence[str]) -> list[str]:
     """sha256 per TOKENS_PER_BLOCK ids, so that two maps can be compared and narrowed to a block."""
     return [
-        hashlib.sha256("\0".join(token_block(tokens, index)).encode()).hexdigest()
+        hashlib.sha256("\0".join(_block(tokens, index)).encode()).hexdigest()
         for index in range(-(-len(tokens) // TOKENS_PER_BLOCK))
     ]
 
 
 def token_block(tokens: Sequence[str], index: int) -> list[str]:
-    return list(tokens[index * TOKENS_PER_BLOCK : (index + 1) * TOKENS_PER_BLOCK])
+    """To be told the other end, and compared with what it tells: long tokens are cut."""
+    return [token[:MAX_TOKEN_CHARS] for token in _block(tokens, index)]
+
+
+def _block(tokens: Sequence[str], index: int) -> Sequence[str]:
+    return tokens[index * TOKENS_PER_BLOCK : (index + 1) * TOKENS_PER_BLOCK]
 
 
 def first_differing_block(ours: Sequence[str], theirs: Sequence[str]) -> int | None:
