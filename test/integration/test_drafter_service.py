@@ -173,6 +173,41 @@ def test_short_prompts_share_one_forward() -> None:
     assert target.model.calls == [("extend", 1 + 2 + 3 + 4)]
 
 
+# Several targets --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("vocab_size", [1, 40])
+def test_a_target_of_fewer_tokens_takes_none_from_another(rule: DraftRule, vocab_size: int) -> None:
+    """Red when rows are ranked among the tokens of a target that happens to be beside them, or
+    among more than their own."""
+    target = target_of()
+    narrow = msgspec.structs.replace(
+        target.greeting(), vocab_size=vocab_size, allow_padded_vocab=True
+    )
+    target.send(narrow, peer=b"narrow")
+    request = target.open("r", PROMPT, rule)
+    ids = [0] * 3
+    target.send(
+        DraftSync(rid="n", generation=1, committed_len=len(ids), rule=rule), ids, peer=b"narrow"
+    )
+    target.run_until_idle()
+    narrow_drafts = []
+    for _ in range(8):
+        target.send(commit(len(ids), [0], rid="n"), [0], peer=b"narrow")
+        ids.append(0)
+        target.verify(request)
+        target.commit([request])
+        target.run_until_idle()
+        narrow_drafts += [token for one in target.replies if one.rid == "n" for token in one.drafts]
+        target.take_replies()
+    assert request.served == ["hit"] * 8
+    assert request.accept_lens == [1] + [5] * 7
+    assert max(request.tokens[len(PROMPT) :]) >= 40, "or nothing could be taken"
+    assert narrow_drafts
+    assert max(narrow_drafts) < vocab_size
+
+
 # Messages that repeat, arrive late or make no sense ---------------------------------------------
 
 

@@ -139,15 +139,31 @@ class Drafting:
     ) -> IntArray:  # [R, width]
         if not seqs:
             return np.zeros((0, 0), dtype=np.int64)
-        vocab_size = min(seq.limits.vocab_size for seq in seqs)
+        logits = within_vocabularies(logits, [seq.limits.vocab_size for seq in seqs])
         rules: list[DraftRule] = [seq.rule for seq in seqs]
-        return rank_candidates(logits[:, :vocab_size], rules, positions, width)
+        return rank_candidates(logits, rules, positions, width)
 
     def _note(self, name: str, started: float, **args: object) -> float:
         ended = self._clock()
         self.stats.drafting_seconds += ended - started
         self._tracer.add(name, int(started * 1e9), int(ended * 1e9), **args)
         return ended - started
+
+
+def within_vocabularies(
+    logits: torch.Tensor,  # [R, V]
+    sizes: Sequence[int],  # R, of each row's target; at most V
+) -> torch.Tensor:  # [R, max(sizes)], a view of the input if all are equal
+    """-inf where a row's target has no token: one target's size is nothing to the others."""
+    widest = max(sizes)
+    logits = logits[:, :widest]
+    narrower = {size for size in sizes if size < widest}
+    if narrower:
+        logits = logits.clone()
+    for size in narrower:
+        rows = [row for row, one in enumerate(sizes) if one == size]
+        logits[rows, size:] = -torch.inf
+    return logits
 
 
 def grow_chain(seq: DraftedSequence) -> None:
