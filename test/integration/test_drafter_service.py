@@ -208,6 +208,22 @@ def test_a_target_of_fewer_tokens_takes_none_from_another(rule: DraftRule, vocab
     assert max(narrow_drafts) < vocab_size
 
 
+def test_a_prompt_is_read_though_another_target_contradicts_itself_forever() -> None:
+    """Red when a sequence that is rewound again and again stays the first to be read."""
+    target = target_of(prefill_slice_tokens=64)
+    target.hello(peer=b"other")
+    long = DraftSync(rid="x", generation=1, committed_len=380, rule=GREEDY)
+    target.send(long, [1] * 380, peer=b"other")
+    target.step()
+    target.open("r", LONG)
+    for turn in range(15):
+        ids = [2 + turn] * 379
+        target.send(commit(1, ids, rid="x"), ids, peer=b"other")
+        target.step()
+    assert target.loop.table.find(b"target", "r").num_unfed == 0
+    assert target.loop.status().refused == {"contradiction": 15}
+
+
 # Messages that repeat, arrive late or make no sense ---------------------------------------------
 
 

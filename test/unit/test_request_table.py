@@ -120,6 +120,15 @@ def test_a_rewind_takes_back_what_was_counted_as_output() -> None:
     assert list(seq.committed_output().tokens) == [20, 22]
 
 
+def test_a_rewound_sequence_is_the_last_in_line() -> None:
+    where = table()
+    first, second = opened(where, "a", 5), opened(where, "b", 5)
+    assert list(where) == [first, second]
+    where.rewind(first, 3)
+    assert list(where) == [second, first]
+    where.check_partition()
+
+
 def test_leases_end_what_is_not_heard_of() -> None:
     where = table()
     stale, fresh = opened(where, "a", 5), opened(where, "b", 5)

@@ -148,7 +148,7 @@ class RequestTable:
         self._reserved = 0
 
     def __iter__(self) -> Iterator[DraftedSequence]:
-        """Sequences that hold a row, oldest first."""
+        """Sequences that hold a row, oldest first; one that was rewound is new again."""
         return (seq for seq in self._sequences.values() if seq.refused is None)
 
     @property
@@ -202,7 +202,11 @@ class RequestTable:
         return taken
 
     def rewind(self, seq: DraftedSequence, committed_len: int) -> None:
-        """Forget what was committed after committed_len, also what of it was counted as output."""
+        """Forget what was committed after committed_len, also what of it was counted as output.
+
+        It goes to the end, or one that is rewound again and again would be read before all others.
+        """
+        self._sequences[seq.key] = self._sequences.pop(seq.key)
         self.give_back(seq.cache.rewind(committed_len))
         seq.output = OutputHistory()
         self._reserve(seq, committed_len)
