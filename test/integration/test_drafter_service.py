@@ -451,13 +451,15 @@ def test_a_full_pool_refuses_the_row_and_serves_the_others() -> None:
     assert [reply.served for reply in target.round()] == ["hit"]
 
 
-def test_a_name_that_finds_no_room_is_full_at_once() -> None:
+def test_a_name_that_finds_no_room_hears_why_at_once() -> None:
     """Red when its target sends the whole prompt again with every round."""
     target = ToyTarget(config=SsdConfig(fan_out=[2]), num_steps=4, max_sequences=1)
-    for number in range(9):
+    for number in range(10):
         target.open(f"r{number}", PROMPT)
+    target.open("long", [1] * 399)
     target.run_until_idle()
-    assert [(reply.rid, reply.served) for reply in target.replies] == [("r8", "full")]
+    told = [(reply.rid, reply.served) for reply in target.replies]
+    assert told == [("r9", "full"), ("long", "context")]
 
 
 def test_a_row_without_ids_renews_the_lease_alone() -> None:

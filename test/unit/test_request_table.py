@@ -70,6 +70,30 @@ def test_names_of_refused_sequences_are_bounded() -> None:
     assert sum(where.find(b"p", f"r{i}") is not None for i in range(100)) == 16
 
 
+def test_refused_names_keep_out_none_that_fits() -> None:
+    """Red when one target's prompts beyond the context leave no room for another's."""
+    where = table(max_sequences=2)
+    for i in range(100):
+        opened(where, f"r{i}", 40)
+    seq = opened(where, "a", 5)
+    assert seq.refused is None
+    assert where.find(b"p", "a") is seq
+    where.check_partition()
+
+
+def test_names_of_sequences_that_grew_too_large_are_bounded() -> None:
+    """Red when each that is let in and refused later leaves a name behind."""
+    where = table(max_sequences=2)
+    for i in range(100):
+        seq = opened(where, f"r{i}", 35)
+        feed(where, seq)
+        assert where.take(seq, [1, 1]) is None
+        assert seq.refused == "context"
+    assert sum(where.find(b"p", f"r{i}") is not None for i in range(100)) == 16
+    assert where.num_live == 0
+    where.check_partition()
+
+
 def test_growing_beyond_the_pool_frees_everything() -> None:
     where = table(total_slots=42)
     first, second = opened(where, "a", 10), opened(where, "b", 10)

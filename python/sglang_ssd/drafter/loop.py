@@ -222,8 +222,9 @@ class DraftLoop:
             limits=self._limits[peer],
             now=self._clock(),
         )
-        if not self.table.open(sequence, ids):
-            self._refuse_sync(peer, message, "full")
+        self.table.open(sequence, ids)
+        if sequence.refused is not None and self.table.find(peer, message.rid) is None:
+            self._refuse_sync(peer, message, sequence.refused)  # no commit will be told
 
     def _close(self, peer: bytes, message: DraftClose) -> None:
         if message.close_all:

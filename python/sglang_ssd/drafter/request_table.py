@@ -4,7 +4,8 @@ Slot s of the model's KV storage is free, or in exactly one sequence (its line o
 branches); slot 0 is padding. A sequence is admitted, and grows, only if the most that it can hold
 (committed ids, num_steps drafts and all branch steps) fits beside the most that the others can
 hold, so a slot that is asked for is always there. One that does not fit, or passes the context, is
-refused: it keeps its place in the table as a name without slots, until it is closed.
+refused: it keeps its place in the table as a name without slots, until it is closed. Such names are
+bounded too, but keep out none that fits.
 
 A row of the table is reused; its generation is bumped at every close. Whoever finishes a forward
 for a row asks `holds` first, so a late write to a reused row is a no-op.
@@ -24,6 +25,9 @@ from sglang_ssd.drafter.backup import Answer, most_catch_up
 from sglang_ssd.wire.messages import DraftRule
 
 Refused = Literal["full", "context"]
+
+_NAMES_PER_ROW = 8
+"""How many refused names are kept, per row of the table."""
 
 
 class Limits:
@@ -166,26 +170,21 @@ class RequestTable:
         """Whether results for this opening still have a place."""
         return seq.row >= 0 and self._row_generations[seq.row] == seq.row_generation
 
-    def open(self, seq: DraftedSequence, tokens: list[int]) -> bool:
-        """Take the sequence in, or mark it refused. Its key must be free.
-
-        False if there is no room even for its name: refused names are bounded too.
-        """
+    def open(self, seq: DraftedSequence, tokens: list[int]) -> None:
+        """Take the sequence in, or mark it refused. Its key must be free."""
         assert seq.key not in self._sequences, "close the older opening first"
-        if len(self._sequences) >= 8 * self.max_sequences:
-            return False
-        self._sequences[seq.key] = seq
         seq.refused = self._why_not(seq, len(tokens))
         if seq.refused is None and not self._free_rows:
             seq.refused = "full"
         if seq.refused is not None:
-            return True
+            self._keep_name(seq)
+            return
+        self._sequences[seq.key] = seq
         seq.row = self._free_rows.pop()
         seq.row_generation = self._row_generations[seq.row]
         seq.cache = SpeculationCache(num_steps=seq.limits.num_steps, committed_tokens=tokens)
         seq.line_slots = np.zeros(self._context_len, dtype=np.int64)
         self._reserve(seq, len(tokens))
-        return True
 
     def take(self, seq: DraftedSequence, new_tokens: list[int]) -> Taken | None:
         """Apply an outcome and re-link slots; None if the sequence is too large now and refused."""
@@ -276,7 +275,13 @@ class RequestTable:
 
     def _refuse(self, seq: DraftedSequence, why: Refused) -> None:
         seq.refused = why
-        self._vacate(seq)
+        self.close(seq)
+        self._keep_name(seq)
+
+    def _keep_name(self, seq: DraftedSequence) -> None:
+        """So that its commits hear why it is refused, if there is room for one name more."""
+        if len(self._sequences) - self.num_live < _NAMES_PER_ROW * self.max_sequences:
+            self._sequences[seq.key] = seq
 
     def _vacate(self, seq: DraftedSequence) -> None:
         if seq.row < 0:
