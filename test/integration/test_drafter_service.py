@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_ssd.config import SsdConfig
+from sglang_ssd.drafter import loop
 from sglang_ssd.drafter.model_step import ExtendRow
 from sglang_ssd.wire.messages import (
     DraftClose,
@@ -224,6 +225,24 @@ def test_a_prompt_is_read_though_another_target_contradicts_itself_forever() -> 
     assert target.loop.status().refused == {"contradiction": 15}
 
 
+def test_only_the_longest_silent_target_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Red when newcomers make the drafter forget a target that it serves or has just heard of,
+    which then takes it for a new one, or when it keeps all that ever said hello."""
+    monkeypatch.setattr(loop, "_MAX_PEERS", 4)
+    target = target_of()
+    target.open("r", PROMPT)
+    peers = [b"a", b"b", b"c"]
+    for peer in peers:
+        target.hello(peer=peer)
+    target.send(StatusRequest(), peer=b"a")
+    target.hello(peer=b"newcomer")
+    for peer in [*peers, b"target"]:
+        target.send(commit(6, []), peer=peer)
+    target.loop.step(0.0)
+    strangers = [peer for peer, said, _ in target.transport.outbox if said == HelloRequest()]
+    assert strangers == [b"b"]
+
+
 # Messages that repeat, arrive late or make no sense ---------------------------------------------
 
 
@@ -376,13 +395,14 @@ def test_what_is_refused_is_counted_always_and_said_once(caplog: pytest.LogCaptu
     ]
 
 
-def test_what_is_kept_of_targets_that_are_gone_is_bounded() -> None:
+def test_what_is_kept_of_targets_that_are_gone_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Red when every target that ever said hello stays known; one in service must."""
+    monkeypatch.setattr(loop, "_MAX_PEERS", 100)
     target = target_of()
     target.open("r", PROMPT)
-    for number in range(1000):
+    for number in range(300):
         target.hello(peer=b"%d" % number)
-    assert len(target.loop._limits) < 300
+    assert len(target.loop._limits) == 100
     target.run_until_idle()
     assert [reply.served for reply in target.round()] != ["unknown"]
 

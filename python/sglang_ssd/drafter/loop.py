@@ -60,7 +60,7 @@ from sglang_ssd.wire.transport import DrafterTransport, FromTarget
 
 logger = logging.getLogger(__name__)
 
-_MAX_PEERS = 256
+_MAX_PEERS = 4096  # a few hundred bytes each
 
 
 class LoopStats(msgspec.Struct):
@@ -113,7 +113,7 @@ class DraftLoop:
             context_len=model.context_len,
         )
         self._drafting = Drafting(model=model, table=self.table, tracer=tracer, clock=clock)
-        self._limits: dict[bytes, Limits] = {}  # per target that was welcomed
+        self._limits: dict[bytes, Limits] = {}  # per target that was welcomed, last heard last
         self._outbox = Outbox(transport)
         self._pace = Pace()
         self._notices = NoticeLog(logger)
@@ -162,6 +162,8 @@ class DraftLoop:
 
     def _handle(self, arrived: FromTarget) -> None:
         peer, message = arrived.peer, arrived.message
+        if peer in self._limits:
+            self._limits[peer] = self._limits.pop(peer)
         if peer not in self._limits and isinstance(message, VerifyCommit | DraftSync):
             self._notices.warn("stranger", "asks a target that it has not welcomed to say hello")
             self._transport.send(peer, HelloRequest())
@@ -185,7 +187,7 @@ class DraftLoop:
         if isinstance(answer, Welcome):
             if peer not in self._limits:  # a target says hello until it is answered
                 logger.info("serves target %s with %d steps", hello.target_id, hello.num_steps)
-                self._forget_idle_peers()
+                self._forget_silent_peer()
             self._limits[peer] = Limits(
                 num_steps=hello.num_steps,
                 fan_out=fan_out_for(self._config, hello.num_steps),
@@ -197,11 +199,16 @@ class DraftLoop:
             self._notices.warn("hello", f"refuses target {hello.target_id}: {reasons}")
         self._transport.send(peer, answer)
 
-    def _forget_idle_peers(self) -> None:
-        """Bound what is kept of targets that are gone; one that is not is asked to say hello."""
+    def _forget_silent_peer(self) -> None:
+        """Bound what is kept of targets that are gone: the longest silent without a sequence.
+
+        One that is not gone is asked to say hello.
+        """
         if len(self._limits) >= _MAX_PEERS:
             busy = self.table.peers()
-            self._limits = {peer: one for peer, one in self._limits.items() if peer in busy}
+            silent = next((peer for peer in self._limits if peer not in busy), None)
+            if silent is not None:
+                del self._limits[silent]
 
     def _open(self, peer: bytes, message: DraftSync, ids: list[int]) -> None:
         older = self.table.find(peer, message.rid)
