@@ -29,8 +29,10 @@ from harness.client import (
     openai,
     openai_stream,
 )
+from harness.embeddings import embedding_rows
 from harness.idle import assert_drained, drafter_status
-from harness.prompts import load_prompts
+from harness.logprobs import assert_close
+from harness.prompts import STORY, encode, load_prompts
 from harness.reference import Reference, assert_same, plain_reference
 from harness.rounds import RoundCounter
 from harness.server import SCHEDULES, Server, ServerPool
@@ -430,3 +432,40 @@ def test_parsers(
         if body.get("separate_reasoning") is False:
             assert THOUGHT_END in parts["content"]
     assert server.ssd()["hits"] > before
+
+
+def test_score_with_embeddings(server: Server, reference: Reference) -> None:
+    """Red when embeddings that a client puts in place of ids are scored unlike on a plain server,
+    or unlike the ids whose embeddings they are, or are mirrored as the ids that stand in for them,
+    or those of another width reach the scheduler, which they end."""
+    query, (placeholder,) = encode(server.spec.model, STORY), encode(server.spec.model, "@")
+    items = [encode(server.spec.model, text) for text in (" Paris", " Rome")]
+    body = {"query": query, "label_token_ids": [260, 28, 30], "apply_softmax": True}
+    rows = [embedding_rows(server.spec.model, ids) for ids in items]
+    placed = {
+        "items": [[placeholder] * len(ids) for ids in items],
+        "embed_override_token_id": placeholder,
+        "item_embed_overrides": rows,
+    }
+    assert_drained(server)
+    before, read = server.ssd()["rounds"], drafter_status(server).prefill_tokens
+    asked = ((server, placed), (reference.server, placed), (server, {"items": items}))
+    mine, *others = (
+        post(one, "/v1/score", {**body, **fields}).json()["scores"] for one, fields in asked
+    )
+    for scores in others:
+        assert_close(scores, mine, "scores")
+    narrow = {
+        **placed,
+        "items": placed["items"][:1],
+        "item_embed_overrides": [[row[:3] for row in rows[0]]],
+    }
+    refused = post(server, "/v1/score", {**body, **narrow}, ok=False)
+    assert refused.status_code == 400
+    assert refused.json()["message"] == (
+        f"positional_embed_overrides of shape [{len(rows[0])}, 3]: "
+        f"must be a tensor [number, {len(rows[0][0])}]"
+    )
+    assert server.ssd()["rounds"] == before
+    assert drafter_status(server).prefill_tokens == read
+    assert_drained(server)

@@ -26,15 +26,17 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from harness.checkpoints import DrafterKind
-from harness.client import Request, generate, generate_all, generate_copies
+from harness.client import Answer, Request, generate, generate_all, generate_copies
 from harness.draws import assert_same_draws
+from harness.embeddings import embedding_rows
 from harness.grammars import SCHEMA, TAG_AT_ONCE, assert_keeps_to
-from harness.logprobs import assert_same_logprobs
+from harness.logprobs import assert_close, assert_same_logprobs
 from harness.processors import serialized
 from harness.prompts import STORY, encode, tokenizer_of
 from harness.reference import Reference, assert_same, plain_reference
 from harness.rounds import RoundCounter, assert_drafting
-from harness.server import OVERLAP, Server, ServerPool
+from harness.server import OVERLAP, Server, ServerPool, ServerSpec
+from harness.told import OF_THE_CACHE, told
 from sglang_ssd.wire.messages import MAX_RID_CHARS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sampling.md"
@@ -165,7 +167,9 @@ OF_ABSENT_FEATURES: dict[str, Fields] = {
 
 _OWN = "SGLang sets it itself; what a client sends there breaks SGLang alone too"
 NEVER_SENT = {
-    "positional_embed_overrides": "no client can send one: SGLang makes them itself",
+    "positional_embed_overrides": "JSON has none (400: test_bad_requests.py), and no endpoint that "
+    "makes them decodes: /v1/score in test_operator.py; that such a request decodes plainly is in "
+    "test_row_transforms.py",
     **dict.fromkeys(("stop_strs", "stop_regex_strs", "stop_str_max_len"), _OWN),
     **dict.fromkeys(("stop_regex_max_len", "is_normalized", "ebnf_full_assistant"), _OWN),
     **dict.fromkeys(("http_worker_ipc", "received_time", "kv_hints", "lora_id"), _OWN),
@@ -209,6 +213,7 @@ STARTED = [
 OPENAI: dict[str, tuple[Fields, ...]] = {
     COMPLETIONS: (
         {"echo": True},
+        {"echo": True, "logprobs": 1},
         {"suffix": " and so on"},
         {"best_of": 2},
         {"logprobs": 2},
@@ -216,14 +221,24 @@ OPENAI: dict[str, tuple[Fields, ...]] = {
         {"response_format": {"type": "json_object"}},
         {"return_token_ids": True, "return_cached_tokens_details": True},
         {"return_spec_tokens_details": True, "seed": 3},
+        {"n": 2, "stop": ["."]},
     ),
     CHAT: (
         {"logprobs": True, "top_logprobs": 2},
+        {
+            **{"logprobs": True, "top_logprobs": 2, "return_meta_info": True},
+            **{
+                "return_flat_raw_output_top_logprobs": True,
+                "return_flat_raw_top_logprobs_b64": False,
+            },
+        },
         {"max_completion_tokens": 11, "max_tokens": None},
         {"tools": TOOLS, "tool_choice": "none"},
         {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
         {"return_token_ids": True, "return_meta_info": True},
         {"return_input_ids_in_sglext": True, "return_output_ids_in_sglext": True},
+        {"return_prompt_token_ids": True, "return_cached_tokens_details": True},
+        {"return_spec_tokens_details": True},
         {"reasoning_effort": "low"},
         {"thinking": {"type": "adaptive"}, "task": "query"},
         {"messages": STARTED, "continue_final_message": True},
@@ -316,8 +331,18 @@ def test_what_speculates(server: Server, reference: Reference, story: tuple[int,
         assert answer.num_correct_drafts > 0, f"{name} was decoded plainly"
     said = dict(zip(cases, answers, strict=True))
     assert said["structural_tag"].text.startswith("<a>")
+    assert said["return_prompt_token_ids"].prompt_token_ids == list(story)
     for want, have in zip(reference.answers(list(cases.values())), answers, strict=True):
         assert_same_logprobs(want, have)
+        assert have.prompt_token_ids == want.prompt_token_ids
+        assert told_beside_logprobs(have) == told_beside_logprobs(want)
+
+
+def told_beside_logprobs(answer: Answer) -> Fields:
+    """The rest of the meta_info, whose arrays of logprobs are compared by value."""
+    rest = {key: value for key, value in answer.meta_info.items() if "logprobs" not in key}
+    found: Fields = told(rest, but=OF_THE_CACHE)
+    return found
 
 
 def plain_rows(server: Server) -> int:
@@ -433,37 +458,30 @@ def outcome(server: Server, path: str, body: Fields) -> tuple[int, Any, int]:
         return reply.status_code, error["message"] if isinstance(error, dict) else error, 0
     if path == "/generate":
         meta = said["meta_info"]
-        told = said["output_ids"], said["text"], meta["finish_reason"]
-        return 200, told, meta.get("spec_num_correct_drafts", 0)
-    return 200, what_is_told(said), 0
-
-
-def what_is_told(said: Any) -> Any:
-    """An OpenAI answer without the names and times that are of one request alone."""
-    if "choices" in said:
-        return [choice_of(choice) for choice in said["choices"]], said["usage"]["completion_tokens"]
-    texts = [part["text"] for item in said["output"] for part in item.get("content") or ()]
-    return said["status"], texts, said["usage"]["output_tokens"]
-
-
-def choice_of(choice: Fields) -> tuple[Any, ...]:
-    message = choice.get("message") or {"content": choice.get("text")}
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    thought = message.get("reasoning_content")
-    return message["content"], thought, calls, choice.get("token_ids"), choice["finish_reason"]
+        answered = said["output_ids"], said["text"], meta["finish_reason"]
+        return 200, answered, meta.get("spec_num_correct_drafts", 0)
+    details = (said.get("sglext") or {}).get("spec_tokens_details") or {}
+    return 200, told(said), details.get("spec_num_correct_drafts", 0)
 
 
 @pytest.mark.parametrize("path", OPENAI)
 def test_openai_fields(path: str, server: Server, reference: Reference) -> None:
-    """Red when a field of an OpenAI endpoint means something else under speculation, or makes its
-    request decode plainly."""
+    """Red when a field of an OpenAI endpoint means something else under speculation, or is lost
+    from the answer, or makes its request decode plainly.
+
+    All of both answers is compared, how much of a prompt was cached as well: under a salt of their
+    own these requests find in either server's cache what they left there themselves.
+    """
     before, plain_before = server.ssd()["correct_drafts"], plain_rows(server)
     statuses = []
     for fields in OPENAI[path]:
-        body = {"temperature": 0, **OPENAI_BODIES[path], **fields}
+        body = {"temperature": 0, "cache_salt": path, **OPENAI_BODIES[path], **fields}
         want, have = (outcome(one, f"/v1/{path}", body) for one in (reference.server, server))
-        assert have == want, fields
+        assert have[0] == want[0], (fields, have)
+        assert_close(want[1], have[1], str(fields))
         assert plain_rows(server) == plain_before, fields
+        told_of_drafts = "return_spec_tokens_details" in fields
+        assert (have[2] > 0) == told_of_drafts, fields
         statuses.append(have[0])
     assert statuses.count(200) > len(statuses) / 2, statuses
     assert server.ssd()["correct_drafts"] > before
@@ -493,7 +511,7 @@ def test_embeddings_decode_plainly(uncached_server: Server) -> None:
     server = uncached_server
     story = encode(server.spec.model, STORY)
     body = {
-        "input_embeds": _embedding_rows(server, story),
+        "input_embeds": embedding_rows(server.spec.model, story),
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 12},
     }
     before = plain_rows(server)
@@ -549,12 +567,3 @@ def test_reasoning_and_its_budget(
         assert end, answer.text
         if answer.finish["type"] == "stop":
             assert_keeps_to(cases[0].params, constrained_text)
-
-
-def _embedding_rows(server: Server, ids: tuple[int, ...]) -> list[list[float]]:
-    from safetensors import safe_open
-
-    path = next(Path(server.spec.model).glob("*.safetensors"))
-    with safe_open(path, framework="pt") as weights:
-        table_rows = weights.get_slice("model.embed_tokens.weight")
-        return [table_rows[token : token + 1][0].float().tolist() for token in ids]

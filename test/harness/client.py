@@ -34,6 +34,8 @@ class Answer(msgspec.Struct, frozen=True):
     text: str
     output_ids: list[int]
     meta_info: dict[str, Any]
+    prompt_token_ids: list[int] | None = None
+    """If they were asked for."""
 
     @property
     def finish(self) -> dict[str, Any]:
@@ -210,5 +212,8 @@ def _post(url: str, body: dict[str, Any]) -> requests.Response:
 
 def _answer(item: dict[str, Any]) -> Answer:
     return Answer(
-        text=item["text"], output_ids=item.get("output_ids", []), meta_info=item["meta_info"]
+        text=item["text"],
+        output_ids=item.get("output_ids", []),
+        meta_info=item["meta_info"],
+        prompt_token_ids=item.get("prompt_token_ids"),
     )

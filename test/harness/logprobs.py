@@ -26,8 +26,13 @@ def assert_same_logprobs(want: Answer, have: Answer, *, side: str = "") -> None:
 
 
 def assert_close(want: Any, have: Any, where: str) -> None:
-    """Of nested lists; what is no float is equal."""
-    if isinstance(want, list | tuple):
+    """Of nested lists and objects; what is no float is equal."""
+    if isinstance(want, dict):
+        assert isinstance(have, dict), where
+        assert set(have) == set(want), where
+        for key, value in want.items():
+            assert_close(value, have[key], f"{where}.{key}")
+    elif isinstance(want, list | tuple):
         assert isinstance(have, list | tuple), where
         assert len(have) == len(want), where
         for index, (a, b) in enumerate(zip(want, have, strict=True)):
