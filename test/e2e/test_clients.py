@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import requests as http
-from openai import OpenAI
 from pydantic import BaseModel
 
 from harness.benchmark import Backend, bench_serving
 from harness.client import Request, streamed_beside
 from harness.frontend import CITIES, introduce, run_batch, run_streamed, tour
-from harness.grammars import SCHEMA
-from harness.logprobs import MAX_DIFFERENCE
+from harness.grammars import SCHEMA, TAG_AT_ONCE
+from harness.logprobs import MAX_DIFFERENCE, assert_close
+from harness.openai_client import (
+    MESSAGES,
+    PLAINLY,
+    QUESTION,
+    TOOL,
+    WEATHER,
+    async_client_of,
+    chat,
+    client_of,
+    join_chat,
+    outcome,
+    told_by_chat,
+    told_by_completion,
+    told_by_responses,
+    told_whole,
+)
 from harness.reference import Reference, assert_same
-from harness.rounds import assert_drafted
+from harness.rounds import RoundCounter, assert_drafted
 from harness.server import Server, ServerPool
-
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
-MESSAGES: Any = [{"role": "user", "content": "Name three rivers of Europe."}]
 
 GREEDY = {"temperature": 0, "max_new_tokens": 4}
 NUM_BENCHMARKED = 72
@@ -41,18 +48,9 @@ def server(pool: ServerPool, spec_for: Any) -> Server:
     return pool.get(spec_for("self"))
 
 
-def _client(server: Server) -> OpenAI:
-    return OpenAI(base_url=f"{server.url}/v1", api_key="none")
-
-
-def _chat(server: Server, **options: Any) -> Any:
-    full = {"model": "default", "messages": MESSAGES, "temperature": 0, "max_tokens": 40, **options}
-    return _client(server).chat.completions.create(**full)
-
-
 def test_openai_chat(server: Server, reference: Reference) -> None:
     """Red when the text, the stop or the usage of a chat answer is not the target's."""
-    expected, got = _chat(reference.server), _chat(server)
+    expected, got = chat(reference.server), chat(server)
     assert got.choices[0].message.content == expected.choices[0].message.content
     assert got.choices[0].finish_reason == expected.choices[0].finish_reason
     assert got.usage.completion_tokens == expected.usage.completion_tokens
@@ -60,71 +58,202 @@ def test_openai_chat(server: Server, reference: Reference) -> None:
 
 def test_openai_chat_streamed(server: Server, reference: Reference) -> None:
     """Red when the pieces of a stream do not join to the whole answer."""
-    whole = _chat(reference.server).choices[0].message.content
-    pieces = [chunk.choices[0].delta.content or "" for chunk in _chat(server, stream=True)]
+    whole = chat(reference.server).choices[0].message.content
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chat(server, stream=True)]
     assert "".join(pieces) == whole
     assert len(pieces) > 3
 
 
+FORMS = [
+    pytest.param(False, id="whole"),
+    pytest.param(True, id="streamed", marks=pytest.mark.slow),
+]
+WORDS = "( [a-z]+){9,}"
+WORDS_EBNF = 'root ::= (" " [a-z]+)+'
+CITY_SCHEMA = {"name": "city", "schema": json.loads(SCHEMA)}
+FORCED = {"tools": [TOOL], "parallel_tool_calls": False, "max_tokens": 64}
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "stop": {"stop": ["\n", "."]},
     "logit-bias": {"logit_bias": {"28": -6, "260": 3}},
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
     "tools": {"tools": [TOOL]},
-    "schema": {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "city", "schema": json.loads(SCHEMA)},
-        }
+    "no-tool": {"tools": [TOOL], "tool_choice": "none"},
+    "required-tool": {**FORCED, "tool_choice": "required"},
+    "named-tool": {
+        **FORCED,
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
     },
+    "schema": {"response_format": {"type": "json_schema", "json_schema": CITY_SCHEMA}},
     "json": {"response_format": {"type": "json_object"}},
+    "tag": {"response_format": json.loads(TAG_AT_ONCE)},
+    "regex": {"extra_body": {"regex": WORDS}},
+    "ebnf": {"extra_body": {"ebnf": WORDS_EBNF}},
     "penalties": {"frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "usage": {"stream_options": {"include_usage": True}},
     "seed": {"seed": 7, "temperature": 0.9, "top_p": 0.9},
+    "filters": {"seed": 7, "temperature": 0.9, "extra_body": {"top_k": 20, "min_p": 0.02}},
     "copies": {"seed": 7, "temperature": 1.0, "n": 3},
 }
+"""Of a chat. No parser of tool calls runs here, so a call that is forced is the text of the answer;
+test_operator.py has what a parser makes of it."""
+MAY_END_AT_ONCE = frozenset({"stop", "json", "tag"})
+"""With so few tokens that no draft comes in time."""
 
 
-def _told(chat: Any) -> Any:
-    """What a chat answer says, without what is another every time."""
-    choices = [
-        (c.index, c.message.content, c.message.tool_calls, c.finish_reason) for c in chat.choices
-    ]
-    return choices, chat.usage.prompt_tokens, chat.usage.completion_tokens
-
-
+@pytest.mark.parametrize("streamed", FORMS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_openai_options(name: str, server: Server, reference: Reference) -> None:
-    """Red when an option of the client means something else under speculation.
+def test_openai_options(name: str, streamed: bool, server: Server, reference: Reference) -> None:
+    """Red when an option of the client means something else under speculation, or its request has
+    no drafts.
 
     A server without shared noise draws other tokens from a seed, so a drawn answer is compared with
     that of plain decode on the same server.
     """
     options = OPTIONS[name]
+    counter = RoundCounter(server)
+    have = told_by_chat(server, streamed=streamed, **options)
+    assert name in MAY_END_AT_ONCE or counter.since().drafted_rows > 0
     if "seed" in options:
-        plainly = {"custom_params": {"ssd": False}}
-        want = _told(_chat(server, extra_body=plainly, **options))
+        plainly = {**options.get("extra_body", {}), **PLAINLY}
+        want = told_by_chat(server, streamed=streamed, **{**options, "extra_body": plainly})
     else:
-        want = _told(_chat(reference.server, **options))
-    assert _told(_chat(server, **options)) == want
+        want = told_by_chat(reference.server, streamed=streamed, **options)
+    assert_close(want, have, name)
 
 
-def test_openai_chat_logprobs(server: Server, reference: Reference) -> None:
-    """Red when a chat answer's logprobs lose tokens of a run, or rank them otherwise."""
-    options = {"logprobs": True, "top_logprobs": 2}
-    want, have = (
-        _chat(one, **options).choices[0].logprobs.content for one in (reference.server, server)
-    )
-    assert [one.token for one in have] == [one.token for one in want]
-    for a, b in zip(want, have, strict=True):
-        assert b.logprob == pytest.approx(a.logprob, abs=MAX_DIFFERENCE)
-        ranked = [one.logprob for one in b.top_logprobs]
-        assert ranked == pytest.approx([one.logprob for one in a.top_logprobs], abs=MAX_DIFFERENCE)
+COMPLETION_OPTIONS: dict[str, dict[str, Any]] = {
+    "regex": {"extra_body": {"regex": WORDS}},
+    "ebnf": {"extra_body": {"ebnf": WORDS_EBNF}},
+    "json-schema": {"extra_body": {"json_schema": SCHEMA}},
+    "echo": {"echo": True, "logprobs": 1},
+    "several-prompts": {"prompt": ["Once upon a time", "The three primary colours are"]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", COMPLETION_OPTIONS)
+def test_openai_completion_options(
+    name: str, streamed: bool, server: Server, reference: Reference
+) -> None:
+    """Red when a grammar that the client sends beside its own fields, an echo or a list of prompts
+    means something else under speculation, or its request has no drafts."""
+    options = COMPLETION_OPTIONS[name]
+    counter = RoundCounter(server)
+    have = told_by_completion(server, streamed=streamed, **options)
+    assert counter.since().drafted_rows > 0
+    want = told_by_completion(reference.server, streamed=streamed, **options)
+    assert_close(want, have, name)
+
+
+REFUSED_OPTIONS: dict[str, dict[str, Any]] = {
+    "tool-without-tools": {"tool_choice": "required"},
+    "unknown-tool": {
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "nobody"}},
+    },
+    "two-constraints": {
+        **{"tools": [TOOL], "tool_choice": "required"},
+        "extra_body": {"regex": WORDS},
+    },
+    "broken-regex": {"extra_body": {"regex": "("}},
+    "broken-ebnf": {"extra_body": {"ebnf": "root ::= ("}},
+    "broken-tag": {"response_format": {"type": "structural_tag", "structures": "none"}},
+}
+
+
+@pytest.mark.parametrize("streamed", FORMS)
+def test_openai_refusals(streamed: bool, server: Server, reference: Reference) -> None:
+    """Red when what SGLang refuses of an OpenAI client is served, or refused in other words, or at
+    another time of a stream."""
+    for name, options in REFUSED_OPTIONS.items():
+        want, have = (
+            outcome(partial(told_by_chat, one, streamed=streamed, **options))
+            for one in (reference.server, server)
+        )
+        assert have == want, name
+        assert have[0] == "refused", name
+
+
+RESPONSE_OPTIONS: dict[str, dict[str, Any]] = {
+    "text": {"input": QUESTION},
+    "instructions": {"instructions": "Be brief."},
+    "turns": {
+        "input": [
+            {"role": "user", "content": QUESTION},
+            {"role": "assistant", "content": "The Danube."},
+            {"role": "user", "content": "And two more?"},
+        ]
+    },
+    "schema": {"text": {"format": {"type": "json_schema", **CITY_SCHEMA}}},
+    "penalties": {"extra_body": {"frequency_penalty": 0.5, "presence_penalty": 0.5}},
+    "logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    "required-tool": {
+        **{"tools": [{"type": "function", **WEATHER}], "tool_choice": "required"},
+        "parallel_tool_calls": False,
+    },
+    "tool-without-tools": {"tool_choice": "required"},
+    "unknown-model": {"model": "nobody"},
+    "stored": {"previous_response_id": "resp_of_nobody"},
+}
+REFUSED_RESPONSES = frozenset({"tool-without-tools", "unknown-model", "stored"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", RESPONSE_OPTIONS)
+def test_openai_responses(name: str, streamed: bool, server: Server, reference: Reference) -> None:
+    """Red when an answer of the client's newer interface, the order of its events, what they join
+    to or how it is refused is not the plain server's, or its request has no drafts.
+
+    Its streams have no logprobs, and SGLang says so.
+    """
+    options = RESPONSE_OPTIONS[name]
+    refused = name in REFUSED_RESPONSES or (streamed and name == "logprobs")
+    counter = RoundCounter(server)
+    kind, have = outcome(partial(told_by_responses, server, streamed=streamed, **options))
+    assert (kind == "refused") == refused, have
+    assert refused or counter.since().drafted_rows > 0
+    want = outcome(partial(told_by_responses, reference.server, streamed=streamed, **options))
+    assert_close(want, (kind, have), name)
+    if streamed and name == "required-tool":
+        assert "response.function_call_arguments.delta" in have["kinds"]
+
+
+@pytest.mark.slow
+def test_openai_async(server: Server, reference: Reference) -> None:
+    """Red when answers that one asynchronous client awaits together, some of them in pieces, get
+    each other's tokens, or none."""
+
+    async def ask_all(which: Server) -> list[Any]:
+        async with async_client_of(which) as client:
+
+            async def ask(length: int) -> dict[str, Any]:
+                options = {"model": "default", "messages": MESSAGES, "temperature": 0}
+                answer = await client.chat.completions.create(
+                    **options,  # type: ignore[arg-type]
+                    stream=length % 2 == 0,
+                    max_tokens=length,
+                    extra_body={"ignore_eos": True},
+                )
+                if length % 2 == 0:
+                    return join_chat([chunk async for chunk in answer])
+                return told_whole(answer)
+
+            return await asyncio.gather(*map(ask, range(20, 28)))
+
+    counter = RoundCounter(server)
+    have = asyncio.run(ask_all(server))
+    assert counter.since().drafted_rows > 0
+    assert_close(asyncio.run(ask_all(reference.server)), have, "answers")
 
 
 def test_openai_usage_at_the_end_of_a_stream(server: Server, reference: Reference) -> None:
     """Red when the tokens of a run are counted as one, or the chunk of usage does not come."""
     options = {"stream": True, "stream_options": {"include_usage": True}}
     want, have = (
-        [chunk.usage for chunk in _chat(one, **options) if chunk.usage is not None][-1]
+        [chunk.usage for chunk in chat(one, **options) if chunk.usage is not None][-1]
         for one in (reference.server, server)
     )
     assert have.completion_tokens == want.completion_tokens
@@ -135,7 +264,7 @@ def test_openai_completion_with_logprobs(server: Server, reference: Reference) -
     """Red when a completion's logprobs lose tokens of a run."""
 
     def ask(which: Server) -> Any:
-        return _client(which).completions.create(
+        return client_of(which).completions.create(
             model="default",
             prompt="The three primary colours are",
             temperature=0,
@@ -156,8 +285,8 @@ def test_openai_completion_streamed(server: Server, reference: Reference) -> Non
     """Red when the pieces of a streamed completion, or their logprobs, do not join to the whole."""
     options = {"model": "default", "prompt": "The three primary colours are", "logprobs": 1}
     options |= {"temperature": 0, "max_tokens": 24}
-    whole = _client(reference.server).completions.create(**options).choices[0]
-    chunks = _client(server).completions.create(stream=True, **options)
+    whole = client_of(reference.server).completions.create(**options).choices[0]
+    chunks = client_of(server).completions.create(stream=True, **options)
     pieces = [chunk.choices[0] for chunk in chunks if chunk.choices]
     assert "".join(piece.text for piece in pieces) == whole.text
     assert pieces[-1].finish_reason == whole.finish_reason
@@ -171,7 +300,7 @@ def test_openai_completion_streamed(server: Server, reference: Reference) -> Non
 def test_openai_models(server: Server, reference: Reference) -> None:
     """Red when the client finds other models than on the plain server, or none."""
     want, have = (
-        [(model.id, model.root, model.max_model_len) for model in _client(one).models.list()]
+        [(model.id, model.root, model.max_model_len) for model in client_of(one).models.list()]
         for one in (reference.server, server)
     )
     assert have == want != []
@@ -187,7 +316,7 @@ def test_openai_parse(server: Server, reference: Reference) -> None:
     """Red when the client's own schema of a class is not kept to, or is filled otherwise."""
 
     def ask(which: Server) -> Any:
-        chat = _client(which).chat.completions.parse(
+        chat = client_of(which).chat.completions.parse(
             model="default",
             messages=[{"role": "user", "content": "Where is Rome? Answer in JSON."}],
             response_format=City,

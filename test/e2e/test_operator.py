@@ -32,28 +32,16 @@ from harness.client import (
 from harness.embeddings import embedding_rows
 from harness.idle import assert_drained, drafter_status
 from harness.logprobs import assert_close
+from harness.openai_client import PLAINLY, TOOL, told_by_chat
 from harness.prompts import STORY, encode, load_prompts
 from harness.reference import Reference, assert_same, plain_reference
 from harness.rounds import RoundCounter
 from harness.server import SCHEDULES, Server, ServerPool
 from servers import free_port
 
-OPT_OUT = {"custom_params": {"ssd": False}}
 LEASE_S = 2.0
 PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3")
 PENALISED = {"frequency_penalty": 0.5, "presence_penalty": 0.3, "min_new_tokens": 70}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 12}},
-            "required": ["city"],
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module", params=SCHEDULES.values(), ids=SCHEDULES)
@@ -86,7 +74,7 @@ def cases_of(server: Server, num: int, num_tokens: int = 24, **params: Any) -> l
 
 
 def plainly(case: Request) -> Request:
-    return msgspec.structs.replace(case, params={**case.params, **OPT_OUT})
+    return msgspec.structs.replace(case, params={**case.params, **PLAINLY})
 
 
 def ask_as_plain(server: Server, plain: Reference, cases: list[Request]) -> list[Answer]:
@@ -325,7 +313,7 @@ def test_sessions(server: Server, reference: Reference) -> None:
     prompts = [list(p.input_ids[:40]) for p in load_prompts(server.spec.model, 3)]
     said = []
     plain = reference.server
-    for one, extra in ((server, {}), (server, OPT_OUT), (plain, {})):
+    for one, extra in ((server, {}), (server, PLAINLY), (plain, {})):
         session = post(one, "/open_session", {"capacity_of_str_len": 4000}).json()
         rid = None
         turns = []
@@ -366,10 +354,15 @@ def test_score(server: Server, reference: Reference) -> None:
     assert drafter_status(server).prefill_tokens == read
 
 
+ASKED: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+    "max_tokens": 96,
+}
+
+
 def chat(server: Server, *, streamed: bool, **body: Any) -> tuple[str, str, str]:
     """Content, reasoning and tool arguments, joined."""
-    question = {"role": "user", "content": "What is the weather in Paris?"}
-    full = {"max_tokens": 96, "messages": [question], **body}
+    full = {**ASKED, **body}
     if streamed:
         chunks = openai_stream(server.url, "chat/completions", full)
         parts = [chunk["delta"] for chunk in chunks]
@@ -423,7 +416,7 @@ def test_parsers(
         asked = {"streamed": streamed, **body, **constrained}
         want = chat(plain_parser.server, **asked)
         assert chat(server, **asked) == want
-        assert chat(server, **asked, **OPT_OUT) == want
+        assert chat(server, **asked, **PLAINLY) == want
         parts = dict(zip(("content", "reasoning", "arguments"), want, strict=True))
         assert all(parts[name].strip() for name in filled), parts
         if "arguments" in filled:
@@ -432,6 +425,32 @@ def test_parsers(
         if body.get("separate_reasoning") is False:
             assert THOUGHT_END in parts["content"]
     assert server.ssd()["hits"] > before
+
+
+CLIENT_CALLS: dict[str, dict[str, Any]] = {
+    "required": {"tool_choice": "required"},
+    "named": {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+    "auto": {"extra_body": {"regex": CALL, **FROM_THE_START}},
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", CLIENT_CALLS)
+def test_calls_that_the_openai_client_reads(server: Server, name: str, streamed: bool) -> None:
+    """Red when the tool calls in the client's answers, or put together from its pieces, are not
+    those of plain decode, or none, or their requests have no drafts."""
+    options = {**ASKED, "tools": [TOOL], **CLIENT_CALLS[name]}
+    counter = RoundCounter(server)
+    have = told_by_chat(server, streamed=streamed, **options)
+    assert counter.since().drafted_rows > 0
+    plainly = {**options.get("extra_body", {}), **PLAINLY}
+    assert have == told_by_chat(server, streamed=streamed, **{**options, "extra_body": plainly})
+    if streamed:
+        call = have["choices"]["0"]["calls"]["0"]
+    else:
+        call = have["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert call["name"] == "get_weather"
+    assert call["arguments"].startswith("{")
 
 
 def test_score_with_embeddings(server: Server, reference: Reference) -> None:

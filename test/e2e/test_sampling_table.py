@@ -35,7 +35,7 @@ from harness.processors import serialized
 from harness.prompts import STORY, encode, tokenizer_of
 from harness.reference import Reference, assert_same, plain_reference
 from harness.rounds import RoundCounter, assert_drafting
-from harness.server import OVERLAP, Server, ServerPool, ServerSpec
+from harness.server import OVERLAP, Server, ServerPool
 from harness.told import OF_THE_CACHE, told
 from sglang_ssd.wire.messages import MAX_RID_CHARS
 

@@ -25,6 +25,8 @@ TAG_AFTER_TRIGGER = json.dumps(
     {"type": "structural_tag", "structures": [STRUCTURE], "triggers": ["<"]}
 )
 """Of every backend with tags: free text, but for what follows a trigger."""
+TRIGGER_BIAS = 60.0
+"""On the trigger's token, so that it is said wherever the grammar lets it."""
 EXACTLY = "exactly this and nothing else"
 CONSTRAINTS: tuple[dict[str, str], ...] = (
     {"json_schema": SCHEMA},
@@ -45,3 +47,8 @@ def assert_keeps_to(params: dict[str, Any], text: str) -> None:
     if "json_schema" in params:
         value = json.loads(text)
         assert value == EXACTLY or {"city", "old"} <= set(value)
+
+
+def without_clock(message: str) -> str:
+    """The compiler of grammars puts the time of day into its messages."""
+    return re.sub(r"\[[0-9:]{8}\] ", "", message)
