@@ -127,12 +127,17 @@ def assert_on_time(rounds: Rounds, *, min_drafted: float = MIN_DRAFTED_OF_SHORT)
 
 
 def assert_drafted(kind: DrafterKind, answers: Sequence[Answer]) -> None:
-    """Where no draft was ever accepted, equality compares plain decode with itself."""
+    """Where no draft was ever accepted, equality compares plain decode with itself.
+
+    Of some answers among others; assert_drafting says more, of all that a server did.
+    """
     if kind != "random":
         assert sum(answer.num_correct_drafts for answer in answers) > 0, "all decoded plainly"
 
 
-def assert_drafting(kind: DrafterKind, rounds: Rounds) -> None:
-    """The same of rounds: a drafter that is never right has its drafts verified all the same."""
+def assert_drafting(kind: DrafterKind, rounds: Rounds, *, some_declined: bool = False) -> None:
+    """The same of rounds: a drafter that is never right has its drafts verified all the same, and
+    no request was declined for what it asks, unless some were meant to be."""
     assert rounds.drafted_rows > 0, f"all decoded plainly: {rounds}"
     assert kind == "random" or rounds.correct_drafts > 0, rounds
+    assert some_declined or not {"parameter", "opt_out"} & set(rounds.plain_decode), rounds

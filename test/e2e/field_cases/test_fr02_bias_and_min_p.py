@@ -48,7 +48,9 @@ def test_fr_02(kind: DrafterKind, server: Server, reference: Reference) -> None:
     assert_same(reference, wished, more)
     bans = biased(free, {str(token): BAN for token in banned})
     cases = [case for pair in zip(bans, free, strict=True) for case in pair]
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=8)
+    assert_drafting(kind, counter.since())
     assert_same(reference, cases, answers)
     assert not set(banned) & said_in(answers[::2])
     if kind == "self":
@@ -73,7 +75,9 @@ def test_fr_02_what_the_drafter_is_not_told(
     last = len(tokenizer_of(server.spec.model)) - 1
     others = [token for token in range(last, 0, -1) if token not in banned][:MAX_RULE_TOKENS]
     untold = biased(free, {**bans, **{str(token): STRONGER for token in others}})
+    counter = RoundCounter(server)
     answers = generate_all(server.url, untold, concurrency=8)
+    assert_drafting(kind, counter.since())
     assert_same(reference, untold, answers)
     assert not set(banned) & said_in(answers)
     if kind == "self":

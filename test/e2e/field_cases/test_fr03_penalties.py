@@ -37,7 +37,9 @@ def test_fr_03(
     penalties lag one token.
     """
     for name, values in PENALTIES.items():
+        counter = RoundCounter(serial_server)
         answers = assert_penalised_alike(serial_server, reference, values)
+        assert_drafting(kind, counter.since())
         num_correct = sum(answer.num_correct_drafts for answer in answers)
         num_tokens = sum(len(answer.output_ids) for answer in answers)
         figures.update({f"{name} correct drafts": num_correct, f"{name} tokens": num_tokens})

@@ -17,7 +17,7 @@ from harness.checkpoints import DrafterKind
 from harness.client import Answer, Request, generate_all, stream
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.rounds import RoundCounter, assert_drafted
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import Server, ServerPool, ServerSpec
 from harness.size import Size
 
@@ -41,8 +41,9 @@ def test_fr_07(
     cases = [Request(p.input_ids, {"max_new_tokens": size.num_tokens}) for p in chosen]
     counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=4)
-    figures.update(counter.since().summary(), rounding=len(assert_same(reference, cases, answers)))
-    assert_drafted(kind, answers)
+    rounds = counter.since()
+    assert_drafting(kind, rounds)
+    figures.update(rounds.summary(), rounding=len(assert_same(reference, cases, answers)))
     odd = [case for case, p in zip(cases, chosen, strict=True) if p.name in ODD]
     assert_same(reference, odd, [stream(server.url, case).answer for case in odd])
 
@@ -86,10 +87,11 @@ def test_fr_07_bf16(
     cases = [Request(p.input_ids, {"max_new_tokens": size.num_tokens}) for p in prompts]
     counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=4)
+    rounds = counter.since()
+    assert_drafting(kind, rounds)
     found = assert_same(reference, cases, answers, max_gap=MAX_BF16_GAP, num_rounded=len(cases))
     gaps = [divergence.gap for divergence in found]
-    figures.update(counter.since().summary(), rounding=len(found), largest_gap=max(gaps, default=0))
-    assert_drafted(kind, answers)
+    figures.update(rounds.summary(), rounding=len(found), largest_gap=max(gaps, default=0))
     lacks = lacks_of(reference, cases, answers)
     figures["largest_lack"] = max(lacks)
     assert max(lacks) <= MAX_BF16_GAP + LOGPROB_ERROR

@@ -14,7 +14,7 @@ from harness.draws import assert_same_draws
 from harness.processors import serialized
 from harness.prompts import STORY, encode
 from harness.reference import Reference
-from harness.rounds import assert_drafted
+from harness.rounds import RoundCounter, assert_drafted, assert_drafting
 from harness.server import Server
 
 TEMPERATURES = (0.2, 1.5, 1.3)
@@ -33,7 +33,9 @@ def test_fr_08(kind: DrafterKind, server: Server, drafts_off: Reference) -> None
     story = encode(server.spec.model, STORY)
     by_temperature = [seeded(story, temperature=one) for one in TEMPERATURES]
     cases = [case for row in zip(*by_temperature, strict=True) for case in row]
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=len(cases))
+    assert_drafting(kind, counter.since())
     assert_same_draws(drafts_off, cases, answers)
     assert_drafted(kind, answers[:: len(TEMPERATURES)])
     assert len({tuple(answer.output_ids) for answer in answers}) > len(TEMPERATURES)
@@ -51,7 +53,9 @@ def test_fr_08_another_temperature_than_the_drafter_knows(
     params = {"temperature": 1.0, "custom_params": {"factor": 1.3}}
     cases = [Request(case.prompt, case.params, flatter) for case in seeded(story, **params)]
     cases += seeded(story, temperature=0.2)
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=len(cases))
+    assert_drafting(kind, counter.since())
     assert_same_draws(drafts_off, cases, answers)
     assert_drafted(kind, answers[:NUM_SEEDS])
     plainly = drafts_off.answers(seeded(story, temperature=1.0))

@@ -14,7 +14,7 @@ from harness.checkpoints import DrafterKind
 from harness.client import Answer, Request, generate_all, stream
 from harness.prompts import STORY, encode, load_prompts, tokenizer_of
 from harness.reference import Reference, assert_same
-from harness.rounds import assert_drafted
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import Server
 
 NUM_TOKENS = 24
@@ -97,10 +97,11 @@ def test_fr_09(stop_kind: str, kind: DrafterKind, server: Server, reference: Ref
         params = {"max_new_tokens": NUM_TOKENS, **stop, "no_stop_trim": offset % 2 == 0}
         logprobs = {"return_logprob": True, "top_logprobs_num": 2} if offset % 3 == 0 else {}
         cases.append(Request(place.at_offset(offset), params, logprobs))
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases)
+    assert_drafting(kind, counter.since())
     assert_same_cuts(reference, cases, answers)
     assert lengths_of(answers) == [offset + 1 for offset in OFFSETS]
-    assert_drafted(kind, answers)
     with ThreadPoolExecutor(4) as clients:
         streams = list(clients.map(partial(stream, server.url), cases))
     assert_same_cuts(reference, cases, [streamed.answer for streamed in streams])
@@ -129,10 +130,11 @@ def test_fr_09_caps_around_a_stop(
         cases += [Request(place.at_offset(offset), {**cap, **stop}) for cap in (*caps, uncapped)]
         end = NUM_TOKENS if stop_kind == "stop_token_ids" else offset + 1
         lengths += [offset, offset + 1, offset + 1, end]
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases)
+    assert_drafting(kind, counter.since())
     assert_same_cuts(reference, cases, answers)
     assert lengths_of(answers) == lengths
-    assert_drafted(kind, answers)
 
 
 def test_fr_09_the_first_of_several(
@@ -153,10 +155,11 @@ def test_fr_09_the_first_of_several(
         for offset in OFFSETS
         for stops in ways
     ]
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases)
+    assert_drafting(kind, counter.since())
     assert_same_cuts(reference, cases, answers)
     assert lengths_of(answers) == [offset + 1 for offset in OFFSETS for _ in ways]
-    assert_drafted(kind, answers)
 
 
 def test_fr_09_length_and_stop_in_one_run(
@@ -170,7 +173,8 @@ def test_fr_09_length_and_stop_in_one_run(
     cases = [Request(story, {"max_new_tokens": length, **stop}) for length in (5, 6, 7, 8)]
     cases += [Request(story, {"max_new_tokens": length}) for length in range(3, 13)]
     cases += [Request(story, {"max_new_tokens": 12, "ignore_eos": True, **stop})]
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases)
+    assert_drafting(kind, counter.since())
     assert_same_cuts(reference, cases, answers)
     assert lengths_of(answers) == [5, 6, 7, 7, *range(3, 13), 12]
-    assert_drafted(kind, answers)

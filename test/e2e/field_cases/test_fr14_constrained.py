@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import requests as http
 
 from harness.checkpoints import DrafterKind
 from harness.client import Request, generate_all, openai
-from harness.grammars import BROKEN, CONSTRAINTS, SCHEMA, assert_keeps_to
-from harness.prompts import cycle_prompts, load_prompts
+from harness.grammars import (
+    BROKEN,
+    CONSTRAINTS,
+    SCHEMA,
+    TAG_AFTER_TRIGGER,
+    TAG_AT_ONCE,
+    TRIGGER_BIAS,
+    assert_keeps_to,
+    without_clock,
+)
+from harness.prompts import cycle_prompts, encode, load_prompts
 from harness.reference import Reference, assert_same
-from harness.rounds import RoundCounter, assert_drafted
+from harness.rounds import RoundCounter, assert_drafted, assert_drafting
 from harness.server import Server
 from harness.size import Size
 
@@ -38,12 +47,37 @@ def test_fr_14(kind: DrafterKind, server: Server, reference: Reference, size: Si
     counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=6)
     assert len(answers) == size.num_constrained
+    rounds = counter.since()
+    assert_drafting(kind, rounds)
     assert_same(reference, cases, answers)
     for case, answer in zip(cases, answers, strict=True):
         if answer.finish["type"] == "stop":
             assert_keeps_to(case.params, answer.text)
     assert_drafted(kind, answers[::2])
-    assert counter.since().on_time_rows > 0
+    assert rounds.on_time_rows > 0
+
+
+def test_fr_14_tags(kind: DrafterKind, server: Server, reference: Reference) -> None:
+    """Red when a tag's grammar is advanced over drafts that are not taken back, or is entered late,
+    or a neighbour pays, or a request with one has no drafts."""
+    (trigger,) = encode(server.spec.model, "<")
+    tags: tuple[dict[str, Any], ...] = (
+        {"structural_tag": TAG_AT_ONCE},
+        {"structural_tag": TAG_AFTER_TRIGGER, "logit_bias": {str(trigger): TRIGGER_BIAS}},
+    )
+    params = [*tags, {}] * 2
+    prompts = load_prompts(server.spec.model, len(params))
+    cases = [
+        Request(prompt.input_ids, {"max_new_tokens": 40, **one})
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
+    tagged = [case for case in cases if "structural_tag" in case.params]
+    assert_same(reference, cases, generate_all(server.url, cases, concurrency=len(cases)))
+    counter = RoundCounter(server)
+    answers = generate_all(server.url, tagged, concurrency=len(tagged))
+    assert_drafting(kind, counter.since())
+    assert_same(reference, tagged, answers)
+    assert all(answer.text.startswith("<a>") for answer in answers)
 
 
 def test_fr_14_response_format(server: Server, reference: Reference) -> None:
@@ -62,8 +96,7 @@ def test_fr_14_response_format(server: Server, reference: Reference) -> None:
 
 
 def reason(answer: http.Response) -> str:
-    """The message, without the time of day that the compiler of grammars puts into it."""
-    return re.sub(r"\[[0-9:]{8}\] ", "", answer.json()["error"]["message"])
+    return without_clock(answer.json()["error"]["message"])
 
 
 def test_fr_14_broken_grammars(server: Server, reference: Reference) -> None:

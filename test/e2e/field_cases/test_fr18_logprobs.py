@@ -9,10 +9,10 @@ import msgspec
 from harness.checkpoints import DrafterKind
 from harness.client import Answer, Request, generate, generate_all, openai, stream
 from harness.draws import seeded
-from harness.logprobs import MAX_DIFFERENCE, assert_close, assert_same_logprobs
+from harness.logprobs import assert_close, assert_same_logprobs
 from harness.prompts import STORY, encode
 from harness.reference import Reference, assert_same
-from harness.rounds import assert_drafted
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import Server, ServerPool
 
 ALL: dict[str, Any] = {
@@ -36,9 +36,10 @@ def test_fr_18(kind: DrafterKind, server: Server, reference: Reference) -> None:
         Request(story, {"max_new_tokens": 20, **stop}, ALL),
         Request(story, {"max_new_tokens": 20, **bias}, ALL),
     ]
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=5)
+    assert_drafting(kind, counter.since())
     assert_same(reference, cases, answers)
-    assert_drafted(kind, answers)
     for want, have in zip(reference.answers(cases), answers, strict=True):
         assert_same_logprobs(want, have)
     assert len(answers[0].meta_info["output_token_logprobs"]) == 20
@@ -61,11 +62,12 @@ def test_fr_18_sampled(
         msgspec.structs.replace(case, options=ALL)
         for case in seeded(server.spec.model, 4, {"temperature": 0.7, "top_p": 0.9})
     ]
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases)
+    assert_drafting(kind, counter.since())
     for want, have in zip(drafts_off.answers(cases), answers, strict=True):
         assert have.output_ids == want.output_ids
         assert_same_logprobs(want, have)
-    assert_drafted(kind, answers)
     for case, answer in zip(cases[:2], answers, strict=False):
         told = [entry[:2] for entry in answer.meta_info["output_token_logprobs"]]
         assert_close(place_by_place(reference, case, answer), told, "output_token_logprobs")
@@ -87,16 +89,19 @@ def place_by_place(reference: Reference, case: Request, answer: Answer) -> list[
     return [one.meta_info["output_token_ids_logprobs"][0][0][:2] for one in found]
 
 
-def test_fr_18_original(pool: ServerPool, spec_for: Any, reference: Reference) -> None:
+def test_fr_18_original(
+    kind: DrafterKind, pool: ServerPool, spec_for: Any, reference: Reference
+) -> None:
     """Red when SGLANG_RETURN_ORIGINAL_LOGPROB no longer reaches a verify: the logprobs of drawn
     tokens are then those of the temperature, not those that the plain server gives to the text."""
-    server = pool.get(spec_for("noisy", env=(("SGLANG_RETURN_ORIGINAL_LOGPROB", "1"),)))
+    server = pool.get(spec_for(kind, env=(("SGLANG_RETURN_ORIGINAL_LOGPROB", "1"),)))
     cases = [
         msgspec.structs.replace(case, options={"return_logprob": True})
         for case in seeded(server.spec.model, 4, {"temperature": 0.7, "top_p": 0.9})
     ]
+    counter = RoundCounter(server)
     answers = generate_all(server.url, cases)
-    assert_drafted("noisy", answers)
+    assert_drafting(kind, counter.since())
     for case, answer in zip(cases, answers, strict=True):
         whole = Request(
             (*case.prompt, *answer.output_ids),  # type: ignore[arg-type]
@@ -121,23 +126,33 @@ def test_fr_18_ruled(kind: DrafterKind, serial_server: Server, reference: Refere
         {"regex": "( [a-z]+){9,}"},
     )
     cases = [Request(story, {"max_new_tokens": 24, **rule}, ALL) for rule in rules]
+    counter = RoundCounter(serial_server)
     answers = generate_all(serial_server.url, cases)
+    assert_drafting(kind, counter.since())
     assert_same(reference, cases, answers)
-    assert_drafted(kind, answers)
     for want, have in zip(reference.answers(cases), answers, strict=True):
         assert len(have.meta_info["output_token_logprobs"]) == len(have.output_ids)
         if want.output_ids == have.output_ids:
             assert_same_logprobs(want, have)
 
 
-def test_fr_18_openai(server: Server, reference: Reference) -> None:
-    """Red when `logprobs: 0` gives none, or an answer's tokens and logprobs differ in number."""
-    for num_ranked in (0, 2):
-        body = {"prompt": STORY, "max_tokens": 16, "logprobs": num_ranked}
+def test_fr_18_openai(kind: DrafterKind, server: Server, reference: Reference) -> None:
+    """Red when `logprobs: 0` gives none, or an answer's tokens, their logprobs or those of the
+    likeliest others are not the target's, token by token."""
+    counter = RoundCounter(server)
+    question = {"messages": [{"role": "user", "content": STORY}]}
+    asked = (
+        *(("completions", {"prompt": STORY, "logprobs": number}) for number in (0, 2)),
+        *(
+            ("chat/completions", {**question, "logprobs": True, "top_logprobs": number})
+            for number in (0, 3)
+        ),
+    )
+    for path, body in asked:
         want, have = (
-            openai(one.url, "completions", body)["choices"][0]["logprobs"]
+            openai(one.url, path, {"max_tokens": 16, **body})["choices"][0]
             for one in (reference.server, server)
         )
-        assert have["tokens"] == want["tokens"]
-        pairs = zip(have["token_logprobs"], want["token_logprobs"], strict=True)
-        assert all(abs(a - b) < MAX_DIFFERENCE for a, b in pairs)
+        assert have["logprobs"], body
+        assert_close(want, have, f"{path} {body}")
+    assert_drafting(kind, counter.since())

@@ -22,7 +22,7 @@ from harness.drafter_faults import (
 )
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.rounds import assert_drafted
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import Server, ServerPool, ServerSpec
 
 DRAFTER_READY = "sglang_ssd.drafter INFO ready at"
@@ -78,6 +78,7 @@ def test_fr_37_padded_with_the_flag(
     assert status(serial_server)["state"] == "ready"
     prompts = load_prompts(serial_server.spec.model, 6)
     cases = [Request(prompt.input_ids, {"max_new_tokens": 32}) for prompt in prompts]
+    counter = RoundCounter(serial_server)
     answers = generate_all(serial_server.url, cases)
+    assert_drafting(kind, counter.since())
     assert_same(reference, cases, answers)
-    assert_drafted(kind, answers)

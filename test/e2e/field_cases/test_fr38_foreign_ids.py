@@ -14,7 +14,7 @@ from harness.drafter_faults import reload
 from harness.draws import FILTERS, assert_same_draws, seeded
 from harness.prompts import load_prompts
 from harness.reference import Reference, assert_same
-from harness.rounds import assert_drafted
+from harness.rounds import RoundCounter, assert_drafting
 from harness.server import Server
 from sglang_ssd.wire.fake import FakeWire, Faults
 from sglang_ssd.wire.messages import SpeculateReply
@@ -35,9 +35,10 @@ def test_fr_38(
     assert answer.status_code == 200, answer.text
     prompts = load_prompts(last_server.spec.model, 6)
     cases = [Request(prompt.input_ids, {"max_new_tokens": 32}) for prompt in prompts]
+    counter = RoundCounter(last_server)
     answers = generate_all(last_server.url, cases)
+    assert_drafting(kind, counter.since())
     assert_same(reference, cases, answers)
-    assert_drafted(kind, answers)
     sampled = seeded(last_server.spec.model, 4, FILTERS["top-k"])
     assert_same_draws(drafts_off, sampled, generate_all(last_server.url, sampled))
     assert "bad_reply" not in last_server.ssd()["plain_decode"]
