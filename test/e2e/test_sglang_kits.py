@@ -16,32 +16,69 @@ speculation must fail at the same check. The kits that do not run here, and why:
 - `SpecParityKit`: starts servers of its own; every other file here compares with a plain server.
 - `SpecSamplingMaskKit`: return_sampling_mask is refused (docs/sampling.md).
 - `AbortLeakReproKitMixin`: a context of 512 tokens in pages of 256, which are refused.
-- `WaitingTimeoutMixin`, `RunningTimeoutTwoWaveMixin`: servers whose requests time out.
 - The tests in LEFT_OUT.
+
+Those in WITH_OVERLAP run with overlap scheduling as well: what they ask is decided where the
+scheduler takes up a round's result, which is a step late then. With overlap, and where requests
+time out, SGLang counts its slots after every step, as it does where it runs these kits itself. The
+others ask what a parser, a grammar's compiler or the HTTP server does, whichever schedule is below.
 
 SGLang's repository has the files that use them, in test/registered/spec. Read, and what becomes of
 them here:
 
-- `eagle/test_spec_eagle.py`, `_extra`: SpecCorrectnessKit, SpecLogprobKit, SpecPenaltyKit,
-  SpecFeatureKit and MatchedStopMixin with and without overlap. They run below; without overlap
-  test_configurations.py. `test_spec_eagle_parity.py`: SpecParityKit, see above.
-- `eagle/test_eagle_infer_a.py`, `_b`: the kits' forerunners (abort, radix cache, logprobs,
-  penalties, JSON, timeouts), an accept length that a 7B model reaches, and a dataset. With
-  retraction: test_limits.py.
-- `eagle/test_eagle_constrained_decoding.py`: JSONConstrainedMixin and RegexConstrainedMixin, below.
+- `eagle/test_spec_eagle.py`, `_extra`, `_draft_prefetch`: SpecCorrectnessKit, SpecLogprobKit,
+  SpecPenaltyKit, SpecFeatureKit, SpecGrammarKit and MatchedStopMixin with and without overlap,
+  below. `_parity`: SpecParityKit, see above.
+- `_stress`: AbortAllMixin and both kits of timeouts, below; under retraction, test_limits.py. Its
+  throughput is a GPU's.
+- `_topk`, `_topk_page`, `_page`, `_triton`, `_fa3`, `_intel_xpu`: the same kits over trees of
+  drafts, larger pages (refused, docs/support.md) and a GPU's attention. Prefill in chunks of few
+  tokens: field_cases/test_fr33_chunked_prefill.py.
+- `eagle/test_eagle_infer_a.py`, `_b`, `_beta`: the kits' forerunners (abort, radix cache, logprobs,
+  penalties, JSON, timeouts), an accept length that a 7B model reaches, and a dataset.
+- `eagle/test_eagle_constrained_decoding.py`, `test_multi_layer_eagle_constrained_decoding.py`:
+  JSONConstrainedMixin and RegexConstrainedMixin, below.
+- `eagle/test_eagle_hidden_states.py`, `test_eagle_v2_hidden_states.py`,
+  `test_eagle3_hidden_states.py`: SpecHiddenStatesKit below; row by row, test_hidden_states.py.
 - `eagle/test_eagle_cache_hit_nan.py`: the cache-hit kit, below.
 - `eagle/test_eagle_logprob_correctness.py`: a kit that the wheel lacks. It compares logprobs of a
-  decode with those of a prefill, as SpecLogprobKit does below.
-- `eagle/test_eagle_sampling_filters.py`: a function of EAGLE's on a GPU.
+  decode with those of a prefill, as SpecLogprobKit does below. `test_spec_v2.py`: the same by a
+  divergence over a dataset.
 - `eagle/test_eagle_reject_sampling.py`: a dataset under rejection sampling, in whose place we draw
   with shared noise; test_sampling_law.py.
+- `eagle/test_eagle3_basic.py`, `test_eagle_swa_target.py`: a dataset that a model of billions of
+  parameters answers; the second's has sliding windows too.
+- `eagle/test_adaptive_speculative.py`, `_topk`, `test_spec_token_map_tp.py`: flags that change K
+  while a server runs, and that name a part of the vocabulary for EAGLE's head. Both are refused as
+  not used by SSD; our K adapts to nothing, our drafters have heads of their own.
+- `eagle/test_eagle_dp_attention.py`: attention data parallelism, which is refused.
+- `eagle/test_mtp_model_update_weights_by_cuda_ipc.py`: whether a GPU's memory is opened twice for a
+  draft model in the target's process; ours is in none. Weight updates: test_operator.py.
+- `eagle/test_eagle_sampling_filters.py`, `test_rocm_eagle_renorm.py`, and in `utils/`
+  `test_build_eagle_tree_malformed.py`, `test_tree_speculative_sampling.py`, `test_ngram_cache.py`:
+  functions of other algorithms, most on a GPU. A chain needs no tree; how it is verified is in
+  test_verify.py.
+- `dflash/test_dflash.py`, `test_dflash_infer_b.py`: MatchedStopMixin, JSONConstrainedMixin,
+  SpecGrammarKit and SpecLogprobKit, below; answers of one to three tokens, no special token in a
+  text, and the same answer twice, which field_cases/test_fr09_stops.py and every comparison with a
+  reference have. It asks for a sampling mask, which is refused (docs/sampling.md).
+- `dflash/test_dflash_verify_budget.py`: drawn and constrained requests of one batch under a budget
+  of drafts that is DFlash's; the mix is in field_cases/test_fr08_mixed_temperatures.py and FR-14.
+- `dflash/test_dflash_draft_swa_pool.py`, `_tree`, `_sampling_filters`: a pool for its draft's
+  sliding windows, trees, and a function on a GPU.
+- `dspark/test_dspark.py`: as `test_dflash.py`, for another model. `test_dspark_logprobs.py`,
+  `_disaggregation`, `_result_buffer_reuse`, `_simulated_bonus`: classes of DSpark's own, without a
+  server. Of logprobs of a verify's rows, FR-18 says the same of ours. `_capture_derived_sps_tp2`:
+  a table of costs that several GPUs agree on.
+- `test_constrained_decoding_spec_reasoning.py`: a schema behind a thought, of a model of 120B
+  parameters; test_sampling_table.py compares both.
 - `test_standalone_speculative_decoding.py`, `test_ngram_speculative_decoding.py`: a dataset, and
   attention backends of a GPU.
 
-Known by name alone, because each asks for another algorithm's model, a GPU or several of them:
-`dflash/`, `dspark/`, `utils/` (EAGLE's trees, the n-gram cache), and in `eagle/` the files of
-adaptive steps, dp-attention (refused, docs/support.md), DeepSeek, ROCm, XPU, pages, FlashAttention
-3, weights over CUDA IPC, and hidden states of EAGLE's own drafts.
+Known by name alone: in `eagle/` the files of DeepSeek and of other mixes with dp-attention, in
+`dflash/` those of further models (Domino, MiMo, Qwen3.5, Muse), in `dspark/` the classes of its
+scheduler, its costs, its confidence, its kernels and its ragged verify. Each asks for another
+algorithm's model, for a GPU, or for a class of an algorithm that is none of ours.
 """
 
 from __future__ import annotations
@@ -59,7 +96,11 @@ import openai
 import pytest
 import requests
 from sglang.test.kits import radix_cache_server_kit
-from sglang.test.kits.abort_timeout_kit import AbortAllMixin
+from sglang.test.kits.abort_timeout_kit import (
+    AbortAllMixin,
+    RunningTimeoutTwoWaveMixin,
+    WaitingTimeoutMixin,
+)
 from sglang.test.kits.anthropic_messages_kit import AnthropicMessagesMixin
 from sglang.test.kits.basic_api_contract_kit import BasicAPIContractMixin
 from sglang.test.kits.basic_decode_correctness_kit import BasicDecodeCorrectnessMixin
@@ -83,8 +124,9 @@ from sglang.test.kits.streaming_session_kit import StreamingSessionKitMixin
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
 
 from harness.idle import assert_drained
-from harness.prompts import FILE, encode
-from harness.server import Server, ServerPool, ServerSpec
+from harness.prompts import FILE, STORY, encode
+from harness.rounds import RoundCounter, assert_drafting
+from harness.server import OVERLAP, Server, ServerPool, ServerSpec
 
 pytestmark = pytest.mark.timeout(3600)
 """A test may start two servers, and the kits' own tests take minutes on two cores."""
@@ -96,6 +138,16 @@ KITS = (
     *(BasicSchedulerStressMixin, AbortAllMixin, PauseResumeInPlaceMixin, AnthropicMessagesMixin),
     StreamingSessionKitMixin,
 )
+WITH_OVERLAP = (
+    *(SpecCorrectnessKit, SpecLogprobKit, SpecPenaltyKit, SpecFeatureKit, SpecHiddenStatesKit),
+    *(SpecGrammarKit, MatchedStopMixin, AbortAllMixin, PauseResumeInPlaceMixin),
+)
+STRICT = ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
+TIMEOUTS: dict[type, tuple[tuple[str, ...], tuple[str, str]]] = {
+    WaitingTimeoutMixin: (("--max-running-requests", "1"), ("SGLANG_REQ_WAITING_TIMEOUT", "1")),
+    RunningTimeoutTwoWaveMixin: ((), ("SGLANG_REQ_RUNNING_TIMEOUT", "6")),
+}
+"""Flags and variable of a kit's server, whose first request of all must not time out either."""
 LEFT_OUT = {
     "test_long_prompt": "a prompt of 8000 tokens, which neither context nor cores here are made "
     "for; prompts in several chunks are in field_cases/test_fr33_chunked_prefill.py",
@@ -144,18 +196,24 @@ class Host(SpecEagleServerBase):  # type: ignore[misc]
         return openai.Client(api_key="EMPTY", base_url=f"{self.base_url}/v1")
 
 
-def cases() -> list[Any]:
+def cases(kits: tuple[type, ...] = KITS) -> list[Any]:
     return [
         pytest.param(kit, name, id=f"{kit.__name__}-{name}")
-        for kit in KITS
+        for kit in kits
         for name in unittest.TestLoader().getTestCaseNames(kit)  # type: ignore[arg-type]
         if name not in LEFT_OUT
     ]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def server(pool: ServerPool, spec_for: Any) -> Server:
     spec: ServerSpec = spec_for("self", flags=FLAGS)
+    return pool.get(spec)
+
+
+@pytest.fixture
+def overlapped_server(pool: ServerPool, spec_for: Any) -> Server:
+    spec: ServerSpec = spec_for("self", flags=FLAGS, settings=OVERLAP, env=(STRICT,))
     return pool.get(spec)
 
 
@@ -237,6 +295,44 @@ def test_cached_tokens_of_turns(server: Server, tmp_path: Path) -> None:
     )
     assert found["overall"]["total_cached_tokens"] > 0
     assert_drained(server)
+
+
+@pytest.mark.parametrize(("kit", "name"), cases(WITH_OVERLAP))
+def test_sglangs_own_with_overlap(kit: type, name: str, overlapped_server: Server) -> None:
+    """Red when the schedule decides what a client of speculation sees, or a slot is lost while
+    other requests run."""
+    run_kit(kit, name, overlapped_server)
+    assert_drained(overlapped_server)
+
+
+@pytest.mark.parametrize("kit", TIMEOUTS)
+def test_sglangs_own_timeouts(kit: type, pool: ServerPool, spec_for: Any) -> None:
+    """Red when a request that times out, waiting or between two rounds, takes others with it or
+    leaves its sequence with the drafter."""
+    server = server_with_timeout(kit, pool, spec_for)
+    (name,) = unittest.TestLoader().getTestCaseNames(kit)  # type: ignore[arg-type]
+    run_kit(kit, name, server)
+    assert_drained(server)
+
+
+def test_a_request_runs_no_longer_than_it_may(pool: ServerPool, spec_for: Any) -> None:
+    """Red when no request of the kit above times out, which it does not look for, or those that do
+    have had no drafts."""
+    server = server_with_timeout(RunningTimeoutTwoWaveMixin, pool, spec_for)
+    counter = RoundCounter(server)
+    params = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
+    body = {"text": STORY, "sampling_params": params}
+    answer = requests.post(f"{server.url}/generate", json=body, timeout=120)
+    assert answer.status_code == 503, answer.text
+    assert answer.json()["message"] == "Request running timeout reached."
+    assert_drafting("self", counter.since())
+    assert_drained(server)
+
+
+def server_with_timeout(kit: type, pool: ServerPool, spec_for: Any) -> Server:
+    flags, variable = TIMEOUTS[kit]
+    spec: ServerSpec = spec_for("self", flags=flags, env=(variable, STRICT))
+    return pool.get(spec)
 
 
 def test_left_out_tests_exist() -> None:
