@@ -135,14 +135,74 @@ def assert_refused(server: Server, case: BadRequest) -> None:
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == case.says
     streamed = http.post(f"{server.url}/generate", json={**body, "stream": True}, timeout=60)
-    first = streamed.text.splitlines()[0]
-    assert json.loads(first.removeprefix("data: "))["error"]["message"] == case.says
+    assert streamed.status_code == 200, "SGLang's streams of /generate begin before they are read"
+    (event,) = events_of(streamed)
+    assert event["error"]["message"] == case.says
+    assert (event["error"]["code"], event["error"]["type"]) == (400, "invalid_request_error")
+    assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+def events_of(answer: http.Response) -> list[Any]:
+    """What a stream says, but for its end."""
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if "data: " in line]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_streams_are_refused_as_sglang_refuses_them(server: Server, reference: Reference) -> None:
+    """Red when the event of a refusal of ours is another one than of SGLang's own."""
+    body = {"text": "Hello", "stream": True}
+    theirs = {"sampling_params": {"top_p": 2}}
+    ours = {"return_sampling_mask": True}
+    (want,), (have,) = (
+        events_of(http.post(f"{one.url}/generate", json={**body, **fields}, timeout=60))
+        for one, fields in ((reference.server, theirs), (server, ours))
+    )
+    for event in (want, have):
+        del event["error"]["message"]
+    assert have == want
 
 
 OPENAI = {
     "completions": {"prompt": "Hello"},
     "chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
 }
+
+
+MANY = 2**31
+TOO_MANY = f"top_k {MANY}: must be at most {MANY - 1}"
+"""What each endpoint takes for the same parameter."""
+
+
+def test_responses_refuse_with_the_whole_reason(server: Server) -> None:
+    """Red when /v1/responses takes what /generate refuses, or tells it of a stream otherwise than
+    SGLang: by its last event."""
+    body = {"input": "Hello", "max_output_tokens": 8, "top_k": MANY}
+    answer = http.post(f"{server.url}/v1/responses", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == TOO_MANY
+    streamed = http.post(f"{server.url}/v1/responses", json={**body, "stream": True}, timeout=60)
+    assert streamed.status_code == 200
+    *begun, last = events_of(streamed)
+    assert [event["type"] for event in begun] == ["response.created", "response.in_progress"]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": "server_error", "message": TOO_MANY}
+
+
+def test_messages_refuse_with_the_whole_reason(server: Server) -> None:
+    """Red when /v1/messages takes what /generate refuses, or its stream does not end as SGLang ends
+    those that fail."""
+    message = [{"role": "user", "content": "Hello"}]
+    body = {"model": "any", "max_tokens": 8, "messages": message, "top_k": MANY}
+    answer = http.post(f"{server.url}/v1/messages", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == TOO_MANY
+    streamed = http.post(f"{server.url}/v1/messages", json={**body, "stream": True}, timeout=60)
+    assert streamed.status_code == 200
+    begun, failed, ended = events_of(streamed)
+    assert (begun["type"], ended["type"]) == ("message_start", "message_stop")
+    said = {"type": "invalid_request_error", "message": TOO_MANY}
+    assert (failed["type"], failed["error"]) == ("error", said)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -154,6 +214,7 @@ def test_openai_refuses_with_the_whole_reason(server: Server, path: str, stream:
     opt_out = "custom_params ssd 'no': must be true, false or null"
     cases = (
         ({"custom_params": {"ssd": "no"}}, opt_out),
+        ({"top_k": MANY}, TOO_MANY),
         ({experts: True}, f"{experts} True: {NOT_SERVED}"),
         (
             {experts: True, "custom_params": {"ssd": "no"}},

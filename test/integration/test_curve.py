@@ -165,7 +165,8 @@ def test_the_command_makes_what_both_sides_need_and_overwrites_nothing(
     }
     before = sorted(folder.rglob("*"))
     assert keys_command.main([str(folder)]) == 1
-    assert "something already" in capsys.readouterr().err
+    says = f"{folder}: there is something already; name a new folder\n"
+    assert capsys.readouterr().err == says
     assert sorted(folder.rglob("*")) == before
 
 

@@ -133,13 +133,13 @@ def said_between(
 @pytest.mark.parametrize(
     ("ours", "theirs", "difference"),
     [
-        ([*COMMON, "a", "b"], [*COMMON, "b", "a"], f"id {END} is 'a' for the target, 'b'"),
-        (["x", *COMMON[1:]], COMMON, "id 0 is 'x' for the target, 't0'"),
-        ([*COMMON[:-1], ""], COMMON, f"id {END - 1} is '' for the target, 't{END - 1}'"),
-        ([*COMMON, "a"], COMMON, f"id {END} is 'a' for the target, None"),
-        ([LONG, "a"], [LONG, "b"], "id 1 is 'a' for the target, 'b'"),
-        (COMMON, [*COMMON, "b"], f"id {END} is None for the target, 'b'"),
-        (COMMON, COMMON[:TOKENS_PER_BLOCK], f"id {END - 3} is 't{END - 3}' for the target, None"),
+        ([*COMMON, "a", "b"], [*COMMON, "b", "a"], f"{END} is 'a' for the target, 'b'"),
+        (["x", *COMMON[1:]], COMMON, "0 is 'x' for the target, 't0'"),
+        ([*COMMON[:-1], ""], COMMON, f"{END - 1} is '' for the target, 't{END - 1}'"),
+        ([*COMMON, "a"], COMMON, f"{END} is 'a' for the target, None"),
+        ([LONG, "a"], [LONG, "b"], "1 is 'a' for the target, 'b'"),
+        (COMMON, [*COMMON, "b"], f"{END} is None for the target, 'b'"),
+        (COMMON, COMMON[:TOKENS_PER_BLOCK], f"{END - 3} is 't{END - 3}' for the target, None"),
     ],
     ids=[
         "swapped",
@@ -158,7 +158,7 @@ def test_a_refused_vocabulary_is_one_sentence_with_the_first_difference(
     sizes = (
         "" if padded or len(ours) == len(theirs) else f"{SIZES.format(len(theirs), len(ours))}; "
     )
-    expected = f"{REFUSES}{sizes}{OTHER_TOKENS}first difference: {difference} for the drafter"
+    expected = f"{REFUSES}{sizes}{OTHER_TOKENS}first difference: id {difference} for the drafter"
     assert said_between(ours, theirs, padded=padded) == expected
 
 

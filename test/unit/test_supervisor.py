@@ -191,7 +191,7 @@ def test_a_start_that_is_impossible_is_tried_again(
     monkeypatch.setattr(supervisor, "_start", start)
     nursery.processes[0].reason = "signal 9"
     wait_for(lambda: len(attempts) == 2 and supervisor.alive())
-    assert "no more" in supervisor.last_error
+    assert supervisor.last_error == "the drafter could not be started: no more"
 
 
 def test_a_first_start_that_is_impossible_says_why() -> None:
@@ -203,7 +203,7 @@ def test_a_first_start_that_is_impossible_says_why() -> None:
     supervisor = DrafterSupervisor(start, DrafterSettings(model_path="m"), QUICK)
     supervisor.start()
     assert supervisor.has_failed()
-    assert "embedded null byte" in supervisor.failure()
+    assert supervisor.failure() == "the drafter could not be started: embedded null byte"
     supervisor.stop()
 
 
@@ -243,7 +243,9 @@ def test_a_model_that_hangs_while_it_loads_is_given_up(
     assert nursery.processes[2].model_path == "first"
     assert supervisor.reload is not None
     assert supervisor.reload.state == "failed"
-    assert "--ssd-start-timeout-s 0.05" in supervisor.reload.error
+    assert supervisor.reload.error == (
+        "the drafter process 2 did not serve within --ssd-start-timeout-s 0.05"
+    )
     time.sleep(0.2)  # nobody has asked for it: a paused engine greets no drafter
     assert supervisor.pid == 3
     supervisor.note_greeted()

@@ -64,8 +64,9 @@ def test_fr_07_at_other_lengths(
     cases = [Request(p.input_ids, {"max_new_tokens": size.num_tokens}) for p in prompts]
     counter = RoundCounter(server)
     answers = generate_all(server.url, cases, concurrency=4)
-    figures.update(counter.since().summary(), rounding=len(assert_same(reference, cases, answers)))
-    assert_drafted(kind, answers)
+    rounds = counter.since()
+    figures.update(rounds.summary(), rounding=len(assert_same(reference, cases, answers)))
+    assert_drafting(kind, rounds)
 
 
 def test_fr_07_bf16(
