@@ -12,8 +12,11 @@ without    no transforms of rows, and SGLang's own look for the end: what a roun
            knew no penalties, and not where plain decode ends
 plain      the round as it is, nobody is penalised
 penalised  one request of the batch has three penalties and an output of --output-len tokens
+reported   plain, with the times and the log line that every server has
+exported   the same with metrics
 
-Fails if the arm "plain" takes more than --most-added longer than "without".
+The last two are compared with plain, the others with without. Fails if the arm "plain" takes more
+than --most-added longer than "without".
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -34,7 +38,12 @@ from tqdm import tqdm
 
 from report import add_out_flag, finish, print_table, warn_if_busy
 
-ARMS = ("without", "plain", "penalised")
+BASES = {
+    **{"without": "without", "plain": "without", "penalised": "without"},
+    **{"reported": "plain", "exported": "plain"},
+}
+"""What each arm is compared with."""
+ARMS = tuple(BASES)
 WARM_UP = 20
 
 
@@ -110,11 +119,13 @@ class Rounds:
             num_verified=[0] * len(self._reqs),
         )
         self._arms = {arm: _arm(arm, self._reqs) for arm in ARMS}
+        self._reporters = _reporters(self._worker._client)
 
     def _enter(self, arm: str) -> None:
         one = self._arms[arm]
         self._worker._transforms, self._reqs[0].sampling_params = one.transforms, one.params
         self._update_finish_state = one.update_finish_state
+        self._worker._reporter = self._reporters.get(arm)
 
     def _forward(self, batch: Any, *, is_verify: bool) -> Any:
         logits = self._ready.pop()[: len(self._reqs) * batch.spec_info.draft_token_num]
@@ -191,6 +202,17 @@ def _arm(arm: str, reqs: Sequence[Any]) -> _Arm:
     return _Arm(transforms, params, hooked)
 
 
+def _reporters(client: Any) -> dict[str, Any]:
+    from sglang_ssd.target.metrics import MetricsExporter
+    from sglang_ssd.target.reporting import RoundReporter
+
+    exporters = {"reported": None, "exported": MetricsExporter({"model_name": "host"})}
+    return {
+        arm: RoundReporter(client, exporter=exporter, log_interval=40)
+        for arm, exporter in exporters.items()
+    }
+
+
 def _rule() -> Any:
     from sglang_ssd.wire.messages import DraftRule
 
@@ -264,20 +286,18 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
 
 def summarise(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     """Medians, and the median of the differences of the rounds that ran one after the other."""
-    base = statistics.median(times["without"])
-    return {
-        arm: {
+    found = {}
+    for arm, values in times.items():
+        base = times[BASES[arm]]
+        difference = statistics.median(
+            value - other for value, other in zip(values, base, strict=True)
+        )
+        found[arm] = {
             "median_ms": statistics.median(values),
-            "paired_difference_ms": statistics.median(
-                value - other for value, other in zip(values, times["without"], strict=True)
-            ),
-            "added": statistics.median(
-                value - other for value, other in zip(values, times["without"], strict=True)
-            )
-            / base,
+            "paired_difference_ms": difference,
+            "added": difference / statistics.median(base),
         }
-        for arm, values in times.items()
-    }
+    return found
 
 
 def failures_of(results: dict[str, dict[str, float]], most_added: float) -> list[str]:
@@ -313,6 +333,8 @@ def main() -> None:
     warn_if_busy()
     torch.set_num_threads(1)
     os.environ.setdefault("SGLANG_PLATFORM", "ssd_cpu")
+    folder = tempfile.TemporaryDirectory(prefix="bench-host-")
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder.name  # as SGLang has it, with its costs
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -310,7 +310,7 @@ def test_host_benchmark_runs() -> None:
     small = ("--rounds", "3", "--vocab-size", "2000", "--output-len", "20")
     code, record = run_benchmark("bench_host", *small, "--most-added", "100")
     assert code == 0, record
-    assert set(record["arms"]) == {"without", "plain", "penalised"}
+    assert set(record["arms"]) == {"without", "plain", "penalised", "reported", "exported"}
 
 
 @pytest.mark.slow
