@@ -166,6 +166,24 @@ def test_a_commit_during_prefill_is_answered_at_once_without_drafts() -> None:
     assert_kv_is_fresh(target)
 
 
+@pytest.mark.parametrize("backup", ["jit", "none"])
+def test_a_target_that_waits_no_more_hears_at_once_that_its_prompt_is_read(backup: str) -> None:
+    """Red when it hears so by drafts alone: by then it has gone on to other tokens."""
+    target = target_of(backup=backup)
+    request = target.open("long", LONG)
+    request.tokens.append(3)
+    target.commit([request])
+    assert only_reply(target).served == "prefill"
+    target.run_until_idle()
+    request.tokens.append(3)
+    target.commit([request])
+    expected = {"jit": ("reading", "jit"), "none": ("none",)}[backup]
+    for served in expected:
+        reply = only_reply(target)
+        assert (reply.served, reply.base) == (served, len(request.tokens))
+        assert len(reply.drafts) == (4 if served == "jit" else 0)
+
+
 def test_short_prompts_share_one_forward() -> None:
     target = target_of()
     for i in range(4):

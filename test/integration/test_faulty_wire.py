@@ -213,6 +213,19 @@ def test_nobody_waits_for_a_prompt_that_is_still_read(wire):
     assert target.client.stats.missed_deadlines == 0
 
 
+@pytest.mark.parametrize("draft_seed", [0, 1], ids=["right", "wrong"])
+def test_a_drafter_as_slow_as_its_target_catches_up(wire, draft_seed):
+    """Red when a prompt that was read too late for its first round has no drafts ever: the target
+    goes on at a token a forward, and waits for no drafts until there are some."""
+    settings = {"prefill_slice_tokens": 8}
+    server = Server(wire, draft_seed=draft_seed, cases={"long": "c"}, settings=settings, turns=1)
+    server.start(NO_FAULTS, NO_FAULTS)
+    server.run()
+    assert server.client.stats.plain_decode == {"prefill": 2}
+    assert server.client.stats.missed_deadlines == 0
+    server.expect_plain_texts()
+
+
 def test_rounds_that_ask_for_nothing_end_no_pause(wire):
     """Red when a few requests without drafts among others make every round wait for a slow
     drafter."""

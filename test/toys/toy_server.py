@@ -76,7 +76,10 @@ class Server:
         settings: dict[str, object] | None = None,
         max_batch_size: int | None = None,
         cases: dict[str, str] | None = None,
+        turns: int = 6,
     ) -> None:
+        self.turns = turns
+        """Of the drafter, in one verify."""
         self.target_model = ToyDraftModel(seed=0, total_slots=1)
         self.wire = wire
         self.draft_seed = draft_seed
@@ -162,7 +165,7 @@ class Server:
 
     def verify_and_commit(self, rids: list[str], drafts: list[list[int]]) -> None:
         new_tokens = [self.verify(rid, row) for rid, row in zip(rids, drafts, strict=True)]
-        for _ in range(6):
+        for _ in range(self.turns):
             self.wire.tick()
             self.step_drafter()
         self.loop.table.check_partition()

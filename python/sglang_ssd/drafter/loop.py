@@ -14,8 +14,9 @@ middle of a build is seen after the pass in flight: the losers are freed, the wi
 alone. Forwards for rows that a target is waiting for come first. With one of them goes what reads a
 prompt to its end, and after num_steps + 1 other forwards a part of a long one. While nobody waits,
 slices and other forwards take turns, for a branch that is missing costs a row one round's drafts
-and a prompt that is not read costs it all of them. What a slice costs is measured (pace.py). In
-mode sync the target waits for a prompt too, and hears after every slice that it is being read.
+and a prompt that is not read costs it all of them. What a slice costs is measured (pace.py). No
+target waits for a prompt; it hears that drafts come as soon as they do (reading). In mode sync it
+waits for a prompt too, and hears so after every slice.
 Nothing here blocks for longer than one forward, except an idle drafter, which sleeps in the poll.
 """
 
@@ -307,7 +308,12 @@ class DraftLoop:
             num_unfed=seq.num_unfed,
         )
         grow_chain(seq)
-        if seq.answer.served != "prefill":
+        is_owed = len(seq.cache.drafts) < seq.answer.num_drafts
+        if seq.is_behind and is_owed and self._config.mode != "sync":
+            # Of a drafter as slow as the target, drafts that nobody waits for never come.
+            self._add_reply(seq, round_id, drafts=[], served="reading")
+        seq.is_behind = seq.answer.served == "prefill"
+        if not seq.is_behind:
             self.stats.hits += taken.kind != "miss"
             self.stats.misses += taken.kind == "miss"
 

@@ -69,6 +69,7 @@ class DraftedSequence:
         "bonus_rank",
         "cache",
         "generation",
+        "is_behind",
         "last_seen",
         "limits",
         "line_slots",
@@ -103,6 +104,7 @@ class DraftedSequence:
         self.round_id: int | None = None
         self.answer = Answer(num_drafts=0, served="none")
         self.bonus_rank = -1
+        self.is_behind = False  # as far as its target knows: it waits for no drafts
         self.output = OutputHistory()
 
     @property
@@ -183,6 +185,7 @@ class RequestTable:
         seq.row = self._free_rows.pop()
         seq.row_generation = self._row_generations[seq.row]
         seq.cache = SpeculationCache(num_steps=seq.limits.num_steps, committed_tokens=tokens)
+        seq.is_behind = seq.is_far_behind
         seq.line_slots = np.zeros(self._context_len, dtype=np.int64)
         self._reserve(seq, len(tokens))
 

@@ -7,8 +7,8 @@ its request.
 
 Sequences outlive the drafter. While it is away they are only kept; one that is back is told of them
 in slices of resync_tokens a round, each under a new generation, so that whatever an earlier drafter
-still says is a no-op. Nobody waits for a row until the drafter has caught up with it, unless the
-drafter says that drafts come as soon as the row's prompt is read (mode sync).
+still says is a no-op. Nobody waits for a row until the drafter has caught up with it and says so:
+by drafts, or by "reading", after which they come.
 """
 
 from __future__ import annotations
@@ -485,8 +485,7 @@ class DraftClient:
             self.close(rid)
             self.decline(rid, _HOPELESS[served])
             return
-        has_caught_up = sequence.has_caught_up and served != "prefill"
-        sequence.has_caught_up = bool(drafts) or has_caught_up
+        sequence.has_caught_up = served != "prefill"
         base = message.base_committed_lens[index]
         if base != len(sequence.tokens):
             sequence.acked_len = max(sequence.acked_len, min(base, len(sequence.tokens)))

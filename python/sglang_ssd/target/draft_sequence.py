@@ -39,7 +39,7 @@ class DraftSequence:
         self.is_synced = False  # whether this drafter was told of it
         self.was_told = False  # whether any was
         self.has_caught_up = True  # whether its replies are worth a wait
-        self.is_being_read = False  # its prompt is, and drafts follow
+        self.is_being_read = False  # its prompt is, or has just been, and drafts follow
         self.full_until = 0.0  # when a drafter that had no room is asked again
         self.num_refusals = 0
         self.acked_len = len(tokens)

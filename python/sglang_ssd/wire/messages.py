@@ -90,10 +90,11 @@ Served = Literal[
 
 hit: a drafted branch was the outcome. chain_hit: fewer drafts than sent were verified and the bonus
 is the chain's own next token. jit: drafted after a miss. sync: `mode="sync"`. Rows without drafts:
-none (a miss under backup "none"), prefill (the prompt is not prefilled yet), reading (the same in
-mode sync, where the row's drafts are still to come, as another reply), full (no slot or table row),
-context (past the drafter's context), foreign (ids that the drafter's vocabulary lacks,
-or a rule that it cannot follow), unknown (no such sequence: the target must send DraftSync again).
+none (a miss under backup "none"), prefill (the prompt is not prefilled yet), reading (it has just
+been, or is being in mode sync: the row's drafts are still to come, as another reply), full (no slot
+or table row), context (past the drafter's context), foreign (ids that the drafter's vocabulary
+lacks, or a rule that it cannot follow), unknown (no such sequence: the target must send DraftSync
+again).
 """
 
 RefusedCause = Literal[
