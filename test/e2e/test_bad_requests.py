@@ -176,8 +176,11 @@ TOO_MANY = f"top_k {MANY}: must be at most {MANY - 1}"
 
 def test_responses_refuse_with_the_whole_reason(server: Server) -> None:
     """Red when /v1/responses takes what /generate refuses, or tells it of a stream otherwise than
-    SGLang: by its last event."""
-    body = {"model": "any", "input": "Hello", "max_output_tokens": 8, "top_k": MANY}
+    SGLang: by its last event. It serves no model of another name."""
+    body = {
+        **{"model": server.spec.model, "input": "Hello"},
+        **{"max_output_tokens": 8, "top_k": MANY},
+    }
     answer = http.post(f"{server.url}/v1/responses", json=body, timeout=60)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == TOO_MANY
