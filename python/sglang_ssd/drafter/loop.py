@@ -165,7 +165,7 @@ class DraftLoop:
         peer, message = arrived.peer, arrived.message
         if peer in self._limits:
             self._limits[peer] = self._limits.pop(peer)
-        if peer not in self._limits and isinstance(message, VerifyCommit | DraftSync):
+        elif isinstance(message, VerifyCommit | DraftSync):
             self._notices.warn("stranger", "asks a target that it has not welcomed to say hello")
             self._transport.send(peer, HelloRequest())
             return
@@ -300,6 +300,7 @@ class DraftLoop:
             return
         seq.round_id = round_id
         seq.bonus_rank = min(taken.bonus_rank, MAX_RANK)
+        was_behind = seq.answer.served == "prefill"
         seq.answer = plan_answer(
             taken.kind,
             mode=self._config.mode,
@@ -309,11 +310,10 @@ class DraftLoop:
         )
         grow_chain(seq)
         is_owed = len(seq.cache.drafts) < seq.answer.num_drafts
-        if seq.is_behind and is_owed and self._config.mode != "sync":
+        if was_behind and is_owed and self._config.mode != "sync":
             # Of a drafter as slow as the target, drafts that nobody waits for never come.
             self._add_reply(seq, round_id, drafts=[], served="reading")
-        seq.is_behind = seq.answer.served == "prefill"
-        if not seq.is_behind:
+        if seq.answer.served != "prefill":
             self.stats.hits += taken.kind != "miss"
             self.stats.misses += taken.kind == "miss"
 

@@ -69,7 +69,6 @@ class DraftedSequence:
         "bonus_rank",
         "cache",
         "generation",
-        "is_behind",
         "last_seen",
         "limits",
         "line_slots",
@@ -104,7 +103,6 @@ class DraftedSequence:
         self.round_id: int | None = None
         self.answer = Answer(num_drafts=0, served="none")
         self.bonus_rank = -1
-        self.is_behind = False  # as far as its target knows: it waits for no drafts
         self.output = OutputHistory()
 
     @property
@@ -185,7 +183,8 @@ class RequestTable:
         seq.row = self._free_rows.pop()
         seq.row_generation = self._row_generations[seq.row]
         seq.cache = SpeculationCache(num_steps=seq.limits.num_steps, committed_tokens=tokens)
-        seq.is_behind = seq.is_far_behind
+        if seq.is_far_behind:  # a target that tells of it once more waits for no drafts
+            seq.answer = Answer(num_drafts=0, served="prefill")
         seq.line_slots = np.zeros(self._context_len, dtype=np.int64)
         self._reserve(seq, len(tokens))
 
