@@ -73,8 +73,10 @@ class Keyed:
         keys = keys_of(self.ours, "drafter")
         flags = ("--secret-key", keys.secret, "--peer-keys", keys.peers)
         model = Path(self.server.spec.model)
-        with drafter_by_hand(model, self.listens_at, *flags, log=log):
+        with drafter_by_hand(model, self.listens_at, *flags, log=log) as process:
             self.server.wait_until_ready()
+            # Not "ready" alone: the target may not have missed the one before yet.
+            wait_until(lambda: self.state()["drafter_pid"] == process.pid, "a welcome")
             wait_until_ready(self.server)
             yield
 
