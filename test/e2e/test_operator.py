@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -278,14 +279,12 @@ def test_weights_from_a_trainer(
 def send_weights(server: Server, how: str, checkpoint: str) -> None:
     """All weights of a checkpoint, from another process."""
     weights = Path(checkpoint) / "model.safetensors"
-    run = subprocess.run(
-        [sys.executable, "-c", SEND_PROGRAM, how, server.url, str(weights), str(free_port())],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
+    argv = [sys.executable, "-c", SEND_PROGRAM, how, server.url, str(weights), str(free_port())]
+    with tempfile.TemporaryFile("w+") as log:
+        # No pipe: torch's manager of shared memory outlives its program and would hold it open.
+        run = subprocess.run(argv, stdout=log, stderr=log, timeout=300, check=False)
+        log.seek(0)
+        assert run.returncode == 0, log.read()[-2000:]
 
 
 @pytest.mark.parametrize(
