@@ -112,6 +112,7 @@ def register_hooks() -> None:
     HookRegistry.register(
         "sglang.srt.utils.numa_utils.init_threads_binding", bind_rank, HookType.AROUND
     )
+    HookRegistry.register("torch.cuda.synchronize", wait_for_nothing, HookType.REPLACE)
 
 
 def extend_cache_locs(
@@ -143,6 +144,11 @@ def assign_req_to_token(
     first_column = (start_offset - (lens.cumsum(0) - lens)).repeat_interleave(lens)
     columns = first_column + torch.arange(rows.numel(), device=rows.device)
     req_to_token[rows, columns] = out_cache_loc.to(req_to_token.dtype)
+
+
+def wait_for_nothing(device: object = None) -> None:
+    """SGLang's release of memory waits for torch's accelerator, which of torch's CUDA build is CUDA
+    though there is none: that would end the server."""
 
 
 def bind_rank(original: Callable[..., str], *, numa_index: int, world_size: int) -> str:
