@@ -27,6 +27,7 @@ from sglang_ssd.drafter.process import (
     start_drafter,
     to_argv,
 )
+from sglang_ssd.platform.affinity import format_cores
 
 ALL = DrafterSettings(
     model_path="/m",
@@ -334,6 +335,25 @@ def test_a_swept_socket_folder_is_made_again(
     (folder,) = tmp_path.iterdir()
     assert Path(endpoint.removeprefix("ipc://")).parent == folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is the target's as well")
+@pytest.mark.parametrize("says_which", [True, False])
+def test_a_child_begins_on_its_own_cores(says_which: bool) -> None:
+    """Red when it begins on those of the thread that starts it, a busy target's: it may not get
+    its first turn there before the target is idle. Also when that thread stays on others."""
+    lent = os.sched_getaffinity(0)
+    targets, childs = {min(lent)}, {max(lent)}
+    cores = format_cores(childs) if says_which else "auto"
+    os.sched_setaffinity(0, targets)
+    try:
+        settings = DrafterSettings(model_path="/none", endpoint="ipc:///none", cores=cores)
+        handle = start_drafter(settings, SsdConfig())
+        assert childs <= os.sched_getaffinity(handle.pid)
+        assert os.sched_getaffinity(0) == targets
+        handle.stop()
+    finally:
+        os.sched_setaffinity(0, lent)
 
 
 def test_the_config_reaches_the_child(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from sglang_ssd.drafter.process import (
     FAILURE,
     DrafterSettings,
     check_model,
+    cores_of_child,
     process_exists,
     split_device,
 )
@@ -224,12 +225,10 @@ def _bind_cores(settings: DrafterSettings) -> None:
     """Take our cores, one thread for each. A target has bound what it starts to its own: that is
     dropped; what a user has bound by hand holds."""
     cores = settings.cores
-    if cores != "auto":
-        wanted: Collection[int] = parse_cores(cores)
-    elif settings.parent_pid is None:
+    if cores == "auto" and settings.parent_pid is None:
         wanted = _cores_beside_a_target(settings.endpoint)
     else:
-        wanted = range(os.cpu_count() or 1)
+        wanted = cores_of_child(cores)
     try:
         os.sched_setaffinity(0, wanted)
     except OSError as error:

@@ -22,7 +22,8 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Annotated, Protocol
 
@@ -43,6 +44,7 @@ from sglang_ssd.config import (
     help_text,
 )
 from sglang_ssd.drafter.checkpoint import check_local
+from sglang_ssd.platform.affinity import parse_cores
 from sglang_ssd.wire.endpoints import (
     ALLOWED_ENDPOINTS,
     IPC,
@@ -303,17 +305,18 @@ def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle
     """Start it and return at once; call from a thread that lives as long as the server."""
     _restore_folder(settings.endpoint)
     told = msgspec.structs.replace(settings, parent_pid=os.getpid())
-    process = subprocess.Popen(
-        [sys.executable, "-m", "sglang_ssd.drafter", *to_argv(told)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=_child_environment(config),
-        # Ctrl-C in a terminal is for the server, which ends the drafter.
-        start_new_session=True,
-    )
+    with _on_cores(settings.cores):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sglang_ssd.drafter", *to_argv(told)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=_child_environment(config),
+            # Ctrl-C in a terminal is for the server, which ends the drafter.
+            start_new_session=True,
+        )
     logger.info("SSD drafter %d starts: %s", process.pid, told)
     try:
         return DrafterHandle(process)
@@ -321,6 +324,27 @@ def start_drafter(settings: DrafterSettings, config: SsdConfig) -> DrafterHandle
         process.kill()
         process.wait()
         raise
+
+
+def cores_of_child(cores: str) -> Collection[int]:
+    """Of a drafter that a target starts: all of the machine, unless it is told which."""
+    return range(os.cpu_count() or 1) if cores == "auto" else parse_cores(cores)
+
+
+@contextmanager
+def _on_cores(cores: str) -> Iterator[None]:
+    """What this thread starts begins on the drafter's cores, not on the target's own.
+
+    On those it waits for its first turn; under Linux 6.18, which schedules sessions as groups, for
+    as long as the target was busy.
+    """
+    before = os.sched_getaffinity(0)
+    with suppress(OSError):  # none of them is here: the drafter says so
+        os.sched_setaffinity(0, cores_of_child(cores))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _restore_folder(endpoint: str) -> None:
