@@ -391,7 +391,7 @@ marks all the same."""
 @pytest.mark.parametrize(
     ("body", "filled"),
     [
-        ({"tools": [TOOL], "tool_choice": "required"}, ("arguments",)),
+        ({"tools": [TOOL], "tool_choice": "required", **FROM_THE_START}, ("arguments",)),
         ({"tools": [TOOL], "tool_choice": "auto", "regex": CALL}, ("arguments",)),
         (
             {"tools": [TOOL], "tool_choice": "auto", "regex": THOUGHT + CALL},
@@ -427,8 +427,11 @@ def test_parsers(
 
 
 CLIENT_CALLS: dict[str, dict[str, Any]] = {
-    "required": {"tool_choice": "required"},
-    "named": {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+    "required": {"tool_choice": "required", "extra_body": FROM_THE_START},
+    "named": {
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "extra_body": FROM_THE_START,
+    },
     "auto": {"extra_body": {"regex": CALL, **FROM_THE_START}},
 }
 
