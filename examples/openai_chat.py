@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 QUESTION = "Name the three primary colours and one thing of each."
 
@@ -41,9 +41,12 @@ def ask_streamed(client: OpenAI, model: str) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Chat with a server through the OpenAI client.")
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="address of the server")
-    url = parser.parse_args().url
+    url = parser.parse_args().url.rstrip("/").removesuffix("/v1")
     client = OpenAI(base_url=f"{url}/v1", api_key="unused")
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except APIConnectionError:
+        raise SystemExit(f"no server answers at {url}; --url names another") from None
     print(f"{model}, whole:\n{ask(client, model)}\n\nstreamed:")
     for piece in ask_streamed(client, model):
         print(piece, end="", flush=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from typing import Any
+from urllib.error import URLError
 
 import sglang as sgl
 
@@ -28,7 +29,11 @@ def advise(s: Any, question: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run an sgl program against a server.")
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="address of the server")
-    sgl.set_default_backend(sgl.RuntimeEndpoint(parser.parse_args().url))
+    url = parser.parse_args().url.rstrip("/")
+    try:
+        sgl.set_default_backend(sgl.RuntimeEndpoint(url))
+    except URLError:
+        raise SystemExit(f"no server answers at {url}; --url names another") from None
     state = advise.run(question="How do I feel fresh in the morning?", temperature=0)
     print(state.text())
     print(f"\nchosen: {state['choice']}")

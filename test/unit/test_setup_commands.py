@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -183,7 +184,8 @@ def test_a_model_that_is_another_is_refused_and_never_converted(
     assert not (tmp_path / demo_model.NAME).exists()
 
 
-SAID = f"the server ended before it was ready and said: {{}} (all of it in {demo.LOG})"
+SERVER_LOG = demo.log_of(30000)
+SAID = f"the server ended before it was ready and said: {{}} (all of it in {SERVER_LOG})"
 TRACEBACK = """\
 Traceback (most recent call last):
   File "launch.py", line 1, in <module>
@@ -204,6 +206,10 @@ RuntimeError: the SSD drafter did not start: no weights
             "OSError: [Errno 28] No space left on device\nRuntimeError: worker died\n",
             "the server found no disk space left; make room and run ./demo again.",
         ),
+        (
+            "ValueError: Loaded weights leave no GPU memory for the KV cache under x\n",
+            "the server found too little memory; stop something else and run ./demo again.",
+        ),
         (TRACEBACK, SAID.format("RuntimeError: the SSD drafter did not start: no weights")),
         (
             "usage: x\nx: error: unrecognized arguments: --y\n",
@@ -212,11 +218,45 @@ RuntimeError: the SSD drafter did not start: no weights
         ("loading\nsglang.srt.Exception2: odd\nKilled\n", SAID.format("Killed")),
         ("", SAID.format("nothing")),
     ],
-    ids=["port", "space", "last error", "flag", "last line", "silent"],
+    ids=["port", "space", "memory", "last error", "flag", "last line", "silent"],
 )
 def test_a_server_that_ends_at_start_is_one_sentence(log: str, sentence: str) -> None:
     """Red when the cause of a failed start is told wrong or buried."""
-    assert demo.start_failure(log) == sentence
+    assert demo.start_failure(log, SERVER_LOG) == sentence
+
+
+def test_too_little_memory_is_told_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when a start of minutes tells it first, or where a system does not say what is free."""
+    told = tmp_path / "meminfo"
+    monkeypatch.setattr(demo, "MEMORY_FILE", told)
+    demo.check_memory()
+    told.write_text("MemTotal:       24000000 kB\nMemAvailable:    8000000 kB\n")
+    demo.check_memory()
+    told.write_text("MemTotal:       24000000 kB\nMemAvailable:    4000000 kB\n")
+    with pytest.raises(SystemExit):
+        demo.check_memory()
+    assert "needs 6.5 GB and 4.1 GB are free" in capsys.readouterr().err
+
+
+def test_the_servers_key_and_name_are_in_what_the_demo_prints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when the demo's own request, or the one that it shows, is refused by its server."""
+    monkeypatch.setattr(sys, "argv", ["demo", "--api-key", "k y", "--served-model-name", "mine"])
+    arguments, extra = demo.parse_arguments()
+    command = demo.server_command(Path("/models/one"), arguments, extra)
+    assert command[command.index("--api-key") + 1] == "k y"
+    assert command[command.index("--served-model-name") + 1] == "mine"
+    shown = demo.ready_message("http://h:1", "mine", arguments.api_key, SERVER_LOG)
+    words = shlex.split(shown.split("\n\n")[1].splitlines()[0].removesuffix("\\"))
+    assert words[:4] == [
+        "curl",
+        "http://h:1/v1/chat/completions",
+        "-H",
+        "Authorization: Bearer k y",
+    ]
 
 
 def test_rotary_halves_are_stacked_per_head() -> None:
