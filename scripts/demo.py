@@ -25,15 +25,16 @@ from environment import MODELS, ROOT, Progress, enter_environment, fail, interru
 
 HOST = "127.0.0.1"
 MEMORY_FILE = Path("/proc/meminfo")
-NEEDED_MEMORY_GB = 6.5  # of server, target and drafter, each with its KV
+NEEDED_MEMORY_GB = 5.5  # of server, target and drafter, each with its KV
 START_LIMIT_S = 600
 STOP_LIMIT_S = 30
-KV_TOKENS = 32768  # enough for a demo; by default each process takes most of the memory
+KV_TOKENS = 16384  # enough for a demo; by default each process takes most of the memory
 STAGES = (
     ("loading SGLang", r""),
     ("starting the drafter", r"drafter"),
     ("loading the weights", r"Load weight begin"),
-    ("allocating memory", r"Load weight end"),
+    ("waiting for the drafter", r"Load weight end"),
+    ("allocating memory", r"SSD drafter ready"),
     ("warming up", r"Uvicorn running|Application startup complete"),
 )
 """What the start is doing, by the last of these patterns that its log shows."""
@@ -214,6 +215,7 @@ def main() -> None:
     enter_environment()
     model = ensure_demo_model(MODELS)
     if arguments.setup_only:
+        print("everything is here; ./demo starts the server", flush=True)
         return
     url, log_file = f"http://{HOST}:{arguments.port}", log_of(arguments.port)
     log_file.parent.mkdir(parents=True, exist_ok=True)

@@ -394,6 +394,6 @@ def interruptible() -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         Progress.close_line()
-        print("stopped; run the same command to go on.", file=sys.stderr, flush=True)
+        print("stopped; the same command goes on from here.", file=sys.stderr, flush=True)
         number = interrupt.args[0] if interrupt.args else signal.SIGINT
         raise SystemExit(128 + number) from None

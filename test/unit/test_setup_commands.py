@@ -237,7 +237,7 @@ def test_too_little_memory_is_told_before_the_start(
     told.write_text("MemTotal:       24000000 kB\nMemAvailable:    4000000 kB\n")
     with pytest.raises(SystemExit):
         demo.check_memory()
-    assert "needs 6.5 GB and 4.1 GB are free" in capsys.readouterr().err
+    assert "needs 5.5 GB and 4.1 GB are free" in capsys.readouterr().err
 
 
 def test_the_servers_key_and_name_are_in_what_the_demo_prints(
@@ -302,4 +302,4 @@ def test_a_signal_ends_a_command_with_a_sentence_and_its_own_code(
         command.stdout.readline()
         command.send_signal(number)
         assert command.wait(30) == code
-        assert command.stderr.read() == "stopped; run the same command to go on.\n"
+        assert command.stderr.read() == "stopped; the same command goes on from here.\n"
