@@ -97,6 +97,7 @@ HOOKED: dict[str, tuple[str, ...]] = {
         "req",
     ),
     "sglang.srt.utils.numa_utils.init_threads_binding": ("numa_index", "world_size"),
+    "torch.cuda.synchronize": ("device",),
 }
 """Every function that a hook of ours is put on, with the parameters it was written for."""
 
