@@ -349,9 +349,11 @@ def test_a_child_begins_on_its_own_cores(says_which: bool) -> None:
     try:
         settings = DrafterSettings(model_path="/none", endpoint="ipc:///none", cores=cores)
         handle = start_drafter(settings, SsdConfig())
-        assert childs <= os.sched_getaffinity(handle.pid)
-        assert os.sched_getaffinity(0) == targets
-        handle.stop()
+        try:
+            assert childs <= os.sched_getaffinity(handle.pid)
+            assert os.sched_getaffinity(0) == targets
+        finally:
+            handle.stop()
     finally:
         os.sched_setaffinity(0, lent)
 
